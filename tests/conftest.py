@@ -4,9 +4,12 @@ import os
 
 import torch
 
-# Triton reads this when a kernel is decorated, so it must be set before any module that has kernels is imported.
 if not torch.cuda.is_available():
+    # Triton reads this when a kernel is decorated, so it must be set before any module that has kernels is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Tiny tensors gain nothing from a second thread, and wait for it whenever something else runs on that core:
+    # test_models.py took 67 s instead of 16 s beside one busy process on two cores.
+    torch.set_num_threads(1)
 
 from pathlib import Path
 

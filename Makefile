@@ -1,0 +1,40 @@
+# make demo      generate one clip with stock diffusers and one with the fast path, compare, time, save
+# make test      every test that needs no GPU
+# make gpu-test  the tests that need CUDA, with the torch and diffusers that $(PYTHON) already has
+# make bench     the benchmark (needs CUDA); ARGS="--help" for its options
+# make lint      ruff
+#
+# demo, test, bench and lint need only python3 (3.10 or newer): they make .venv once, from constraints.txt.
+
+# A command on the PATH, or an absolute path.
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+INSTALLED := $(VENV)/installed
+
+.PHONY: demo test gpu-test bench lint
+
+demo: $(INSTALLED)
+	$(VENV)/bin/python examples/demo.py $(ARGS)
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest --ignore=tests/gpu $(ARGS)
+
+bench: $(INSTALLED)
+	$(VENV)/bin/python -m ltx2_fastpath.bench $(ARGS)
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+# From tests/, because python -m pytest puts the current directory first on the path, and the checkout itself, unlike an
+# installed copy, has no ltx2_fastpath.patches.
+gpu-test:
+	rm -rf .gpu-site build
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target .gpu-site .
+	cd tests && PYTHONPATH="$(CURDIR)/.gpu-site$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest gpu $(ARGS)
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,bench]"
+	touch $@
