@@ -1,0 +1,222 @@
+"""The public functions: find the transformer behind a pipeline, apply all patches or none, put everything back."""
+
+import collections
+import contextlib
+import functools
+import logging
+import threading
+import weakref
+
+import torch
+
+from .first_sight import FirstSight
+from .report import Report
+
+logger = logging.getLogger("ltx2_fastpath")
+
+QUALITIES = ("lossless",)
+_handles: "weakref.WeakKeyDictionary[torch.nn.Module, FastPath]" = weakref.WeakKeyDictionary()
+
+
+class FastPath:
+    """The handle kept for one transformer: its switch, its sites, its patches, and why it is not active if it is not.
+
+    Attributes:
+        active: whether the patches are in place and the switch is on.
+        reason: why nothing was changed, or None.
+        sites: the `FirstSight` of every place where an op stands, by name.
+        skipped: modules that could not be patched, with the reason; the others are fast.
+    """
+
+    def __init__(self, transformer: torch.nn.Module, quality: str):
+        self._transformer = weakref.ref(transformer)
+        self._patches = {}
+        self._off = threading.local()
+        self._warned = set()
+        self.quality = quality
+        self.active = False
+        self.reason = None
+        self.sites: dict[str, FirstSight] = {}
+        self.skipped: dict[str, str] = {}
+        self.stock_calls = collections.Counter()
+
+    def _apply(self) -> None:
+        self.reason = _why_unsupported()
+        if self.reason is not None:
+            logger.warning("The fast path stays off: %s. The pipeline runs as before.", self.reason)
+            return
+        from . import patches
+        from .sites import build_sites
+
+        self.sites = build_sites(self._warned)
+        applied = {}
+        self.skipped = {}
+        try:
+            for name, patch in patches.build(self, self._transformer()).items():
+                try:
+                    patch.apply()
+                except LookupError as error:
+                    self.skipped[name] = str(error)
+                else:
+                    applied[name] = patch
+        except BaseException:
+            _undo(applied)
+            raise
+        self._patches = applied
+        self.active = bool(applied)
+        if not applied:
+            self.reason = "no block could be patched"
+        if self.skipped:
+            logger.warning("The fast path leaves %d modules alone: %s.", len(self.skipped), _summary(self.skipped))
+
+    def _restore(self) -> None:
+        self.active = False
+        _undo(self._patches)
+        self._patches = {}
+
+    def why_not(self, x: torch.Tensor) -> str | None:
+        """Why a call on `x` takes the stock path; None if it takes the fast one. Reads metadata only."""
+        if torch.compiler.is_compiling():
+            return "torch.compile is tracing"
+        if not self.active:
+            return "switched off by disable()"
+        if getattr(self._off, "depth", 0):
+            return "switched off by disabled()"
+        if torch.is_grad_enabled():
+            return "gradients are enabled"
+        if type(x) is not torch.Tensor:
+            return f"the hidden states are a {type(x).__name__}"
+        return _why_not_device(x.device, x.dtype) or (
+            "autocast is active" if torch.is_autocast_enabled(x.device.type) else None
+        )
+
+    def count_stock(self, place: str, reason: str) -> None:
+        """Note for the report that a patched forward took the stock path."""
+        if not torch.compiler.is_compiling():
+            self.stock_calls[place, reason] += 1
+
+    def __repr__(self) -> str:
+        return f"<FastPath {self.quality}, {'active' if self.active else self.reason or 'switched off'}>"
+
+
+@functools.lru_cache(maxsize=256)
+def _why_not_device(device: torch.device, dtype: torch.dtype) -> str | None:
+    from .ops.numerics import DEVICE_TYPES, DTYPES
+
+    if device.type not in DEVICE_TYPES:
+        return f"the hidden states are on {device.type}"
+    if dtype not in DTYPES:
+        return f"the hidden states are {dtype}"
+    if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    return None
+
+
+def _why_unsupported() -> str | None:
+    """Why no transformer can be patched in this process; None if one can."""
+    try:
+        from .ops import numerics
+    except Exception as error:  # a broken Triton raises anything, a DLL's OSError included
+        return f"Triton cannot be imported ({type(error).__name__}: {error})"
+    if not torch.cuda.is_available() and "cpu" not in numerics.DEVICE_TYPES:
+        return "no CUDA device is available"
+    from .patches import host
+
+    if names := host.unknown_sources():
+        return f"this diffusers release is not known ({', '.join(names)} differ)"
+    return None
+
+
+def _undo(patches) -> None:
+    for patch in reversed(patches.values()):
+        patch.undo()
+
+
+def _summary(skipped: dict[str, str]) -> str:
+    name, reason = next(iter(skipped.items()))
+    return f"{name} ({reason})" + (f" and {len(skipped) - 1} more" if len(skipped) > 1 else "")
+
+
+def _transformer_of(pipe) -> torch.nn.Module:
+    """The LTX-2 transformer behind a pipeline, a modular pipeline, a compiled module, or `pipe` itself.
+
+    Raises:
+        TypeError: there is none; the message names what was found.
+    """
+    from diffusers import LTX2VideoTransformer3DModel
+
+    found = pipe
+    if not isinstance(pipe, torch.nn.Module):
+        found = getattr(pipe, "transformer", None)
+    while hasattr(found, "_orig_mod"):
+        found = found._orig_mod
+    if isinstance(found, LTX2VideoTransformer3DModel):
+        return found
+    inside = "" if found is pipe else f" with transformer {type(found).__name__}"
+    raise TypeError(
+        f"expected a pipeline with an LTX2VideoTransformer3DModel, or that model, but found {type(pipe).__name__}{inside}"
+    )
+
+
+def enable(pipe, *, quality: str = "lossless") -> FastPath:
+    """Make the LTX-2 transformer behind `pipe` fast without changing a bit of what it computes.
+
+    Args:
+        pipe: an LTX-2 pipeline of diffusers (any task, modular too), its transformer, or that behind ``torch.compile``.
+        quality: "lossless", bit-exact with stock eager diffusers.
+
+    Returns:
+        The handle of that transformer. Calling again returns the same handle. Where the fast path cannot run (no CUDA, a
+        diffusers release that is not known, a broken Triton) nothing is changed and `report(pipe)` says why.
+
+    Raises:
+        TypeError: `pipe` has no LTX-2 transformer; the message names what was found.
+        ValueError: an unknown quality; the message lists the known ones.
+    """
+    if quality not in QUALITIES:
+        raise ValueError(f"unknown quality {quality!r}; choose from {', '.join(map(repr, QUALITIES))}")
+    transformer = _transformer_of(pipe)
+    fast = _handles.get(transformer)
+    if fast is None or not fast.active:
+        fast = FastPath(transformer, quality)
+        fast._apply()
+        _handles[transformer] = fast
+    return fast
+
+
+def disable(pipe) -> None:
+    """Put back everything that `enable` replaced; a no-op where it was not enabled.
+
+    Raises:
+        TypeError: `pipe` has no LTX-2 transformer.
+    """
+    fast = _handles.pop(_transformer_of(pipe), None)
+    if fast is not None:
+        fast._restore()
+
+
+@contextlib.contextmanager
+def disabled(pipe):
+    """Within the block, and in this thread only, `pipe` computes the stock way. Can be nested; restores on exceptions.
+
+    Raises:
+        TypeError: `pipe` has no LTX-2 transformer.
+    """
+    fast = _handles.get(_transformer_of(pipe))
+    if fast is None:
+        yield
+        return
+    fast._off.depth = getattr(fast._off, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        fast._off.depth -= 1
+
+
+def report(pipe) -> Report:
+    """What the fast path does in `pipe`: a printable object, rendered as a table in notebooks.
+
+    Raises:
+        TypeError: `pipe` has no LTX-2 transformer.
+    """
+    return Report(_handles.get(_transformer_of(pipe)))

@@ -1,0 +1,115 @@
+"""FirstSight: one verified comparison per signature, or the eager chain for good."""
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+logger = logging.getLogger("ltx2_fastpath")
+
+
+class Verdict(NamedTuple):
+    """What a site does with one signature: launch `candidate`, or (fast=False) compute the eager chain."""
+
+    fast: bool
+    candidate: object
+    note: str
+
+
+def same_bits(a, b) -> bool:
+    """Whether two results (tensors, or nested tuples and lists of them) hold the same bits; any NaN equals any NaN."""
+    if not isinstance(a, torch.Tensor):
+        return len(a) == len(b) and all(map(same_bits, a, b))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    equal = a.contiguous().view(bits) == b.contiguous().view(bits)
+    return bool((equal | (a.isnan() & b.isnan())).all())
+
+
+class FirstSight:
+    """One site of the model: runs an op's kernel where that was seen to equal the eager chain, else the eager chain.
+
+    Args:
+        site: the place's name, for reports and warnings.
+        op: a module of `ltx2_fastpath.ops`: `signature`, `refusal`, `CANDIDATES`, `rehearsals`, `launch`, `eager`.
+        warned: complaints already made, shared by the sites of one transformer so that one cause is told once.
+
+    Calling the site with the op's arguments returns the op's result. The first call of each signature runs the kernel on
+    the op's rehearsals and then on the live arguments, beside the eager chain, and keeps the first candidate whose bits
+    agree. No candidate, a refusal or a failing launch: the eager chain for that signature from then on.
+    """
+
+    def __init__(self, site: str, op, warned: set | None = None):
+        self.site = site
+        self.op = op
+        self.verdicts: dict[object, Verdict] = {}
+        self.fast = 0
+        self.stock = 0
+        self._warned = set() if warned is None else warned
+
+    def __call__(self, *args):
+        signature = self.op.signature(*args)
+        verdict = self.verdicts.get(signature)
+        if verdict is None:
+            return self._first(signature, args)
+        if verdict.fast:
+            try:
+                result = self.op.launch(verdict.candidate, *args)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self.verdicts[signature] = Verdict(False, None, self._complain(f"its launch failed ({_told(error)})"))
+            else:
+                self.fast += 1
+                return result
+        self.stock += 1
+        return self.op.eager(*args)
+
+    def _first(self, signature, args):
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self.stock += 1
+            return self.op.eager(*args)  # a comparison would need the host; this signature is judged at its next call
+        expected = self.op.eager(*args)
+        self.verdicts[signature] = self._judge(args, expected)
+        self.stock += 1
+        return expected
+
+    def _judge(self, args, expected) -> Verdict:
+        if reason := self.op.refusal(*args):
+            return Verdict(False, None, reason)
+        failures = []
+        for candidate in self.op.CANDIDATES:
+            try:
+                rehearsed = 0
+                agreed = True
+                for trial in self.op.rehearsals(*args):
+                    rehearsed += 1
+                    agreed = agreed and same_bits(self.op.launch(candidate, *trial), self.op.eager(*trial))
+                agreed = agreed and same_bits(self.op.launch(candidate, *args), expected)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                failures.append(f"candidate {candidate!r} failed ({_told(error)})")
+                continue
+            if agreed:
+                how = "bit-equal on the live input" + (" and in rehearsal" if rehearsed else "")
+                return Verdict(True, candidate, how if candidate is None else f"{candidate}: {how}")
+            failures.append(f"candidate {candidate!r} gave other bits than the eager chain")
+        return Verdict(False, None, self._complain("; ".join(failures)))
+
+    def _complain(self, cause: str) -> str:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            logger.warning(
+                "The fast path at %s is off: %s. The stock computation runs there instead; results are not affected.%s",
+                self.site,
+                cause,
+                " Set TRITON_CACHE_DIR to a writable folder." if "Read-only file system" in cause or "Permission" in cause else "",
+            )
+        return cause
+
+
+def _told(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

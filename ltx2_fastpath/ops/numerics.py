@@ -1,0 +1,62 @@
+"""Rounding and reduction-order helpers that the Triton kernels share.
+
+Equality with eager torch hangs on two things: where a value is rounded to the tensor's dtype, and in which order a sum is
+taken. Rounding is a plain ``.to(dtype)`` at each point where eager stores a tensor; every kernel is launched with
+``enable_fp_fusion=False`` so that the compiler adds no fused multiply-adds of its own. The orders are spelled out here.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRETED = bool(knobs.runtime.interpret)
+# Under Triton's interpreter (TRITON_INTERPRET=1) the kernels run on CPU tensors, which is how they are tested anywhere.
+DEVICE_TYPES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# How torch's generic reduction combines the 32 lanes of a warp: torch 2.9 and later shuffle by 16, 8, 4, 2, 1; earlier
+# releases by 1, 2, 4, 8, 16. FirstSight tries them in this sequence.
+HALVES, PAIRS = 0, 1
+WARP_ORDERS = (HALVES, PAIRS)
+
+
+def on_device(x: torch.Tensor):
+    """A context in which `x`'s device is the current one; costs a comparison where it already is."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
+
+
+def layout(x: torch.Tensor | None):
+    """What a kernel's fitness can depend on: the metadata of a tensor, hashable."""
+    return x if x is None else (x.dtype, x.shape, x.stride(), x.device)
+
+
+def random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Normal values for a rehearsal, from a generator of our own: the caller's random state must not move."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+
+@triton.jit
+def warp_sum(lanes, ROWS: tl.constexpr, ORDER: tl.constexpr):
+    """Sum [ROWS, 32] over its lanes as a warp does by shuffles: halves (16, 8, 4, 2, 1) or adjacent pairs. -> [ROWS]"""
+    for level in tl.static_range(5):
+        if ORDER == 0:
+            low, high = tl.split(tl.permute(tl.reshape(lanes, (ROWS, 2, 16 >> level)), (0, 2, 1)))
+        else:
+            low, high = tl.split(tl.reshape(lanes, (ROWS, 16 >> level, 2)))
+        lanes = low + high
+    return tl.reshape(lanes, (ROWS,))
+
+
+@triton.jit
+def quads(values, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Split [ROWS, 4·LANES] into the four elements that each lane owns. -> four of [ROWS, LANES]"""
+    even, odd = tl.split(tl.reshape(values, (ROWS, LANES, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth

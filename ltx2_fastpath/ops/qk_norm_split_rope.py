@@ -1,0 +1,287 @@
+"""QK-norm + split RoPE: RMSNorm across all heads, then rotation of (first half, second half) pairs; q and k in one launch.
+
+Formula      rstd = rsqrt(sum(x²) / D + eps) in fp32; n = round(weight · (rstd · x)); then per head, with r = head_dim / 2,
+             out[j]     = round(fma(-sin[j], n[j + r], n[j] · cos[j]))
+             out[j + r] = round(fma( sin[j], n[j], n[j + r] · cos[j])),  all in fp32 up to the one final rounding.
+Order        aten's vectorised layer-norm kernel in its RMS form: 128 threads a row; thread t adds elements 4t…4t+3 of each chunk
+             of 512 to one accumulator, with FMA, in order; shuffles by 16, 8, 4, 2, 1; then (w0 + w2) + (w1 + w3).
+Shapes       q [B, S_q, D], k [B, S_k, D], last dimension contiguous, D a multiple of 512, head_dim 64 or 128; weights [D]; cos
+             and sin [B, H, S, r] in fp32 with a contiguous last dimension and equal strides. Without tables (text
+             cross-attention) only the norm is computed; without norms only the rotation.
+Dtypes       bf16, fp16, fp32; weights of the same dtype.
+Verified on  NVIDIA H200.
+
+Two implementations of this one contract: "cuda" (qk_norm_split_rope.cu, see cuda.py) and "triton", where cuda.core is missing
+or its kernel does not verify.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import cuda
+from .numerics import DEVICE_TYPES, DTYPES, HALVES, layout, on_device, quads, random, warp_sum
+
+CHUNK = 512
+HEAD_DIMS = (64, 128)
+CANDIDATES = cuda.IMPLEMENTATIONS
+
+
+def eager(norm_q, norm_k, q, k, rope_q, rope_k):
+    """The host's arithmetic: its own norm modules, then diffusers' ``apply_split_rotary_emb``."""
+    if norm_q is not None:
+        q, k = norm_q(q), norm_k(k)
+    if rope_q is None:
+        return q, k
+    return split_rope(q, *rope_q), split_rope(k, *rope_k)
+
+
+def split_rope(x, cos, sin):
+    """Rotate x [B, S, H·2r] by fp32 tables [B, H, S, r]. -> [B, S, H·2r] of x's dtype."""
+    batch, heads, tokens, half = cos.shape
+    pairs = x.reshape(batch, tokens, heads, 2, half).permute(3, 0, 2, 1, 4).float()
+    first, second = pairs * cos
+    first = torch.addcmul(first, -sin, pairs[1])
+    second = torch.addcmul(second, sin, pairs[0])
+    return torch.stack((first, second), dim=3).permute(0, 2, 1, 3, 4).reshape(batch, tokens, -1).to(x.dtype)
+
+
+@triton.jit
+def _rotate_row(
+    p_x, p_weight, p_out, p_cos, p_sin, row, tokens, x_batch, x_token, rope_batch, rope_head, rope_token, eps,
+    D: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = p_out.dtype.element_ty
+    HALF: tl.constexpr = HEAD_DIM // 2
+    HEADS: tl.constexpr = 512 // HEAD_DIM
+    b = row // tokens
+    s = row % tokens
+    o_d = tl.arange(0, 512)
+    p_x += b * x_batch + s * x_token + o_d
+    rstd = 1.0
+    if NORM:
+        b_sum = tl.zeros((1, 128), tl.float32)
+        for c in tl.static_range(D // 512):
+            x_0, x_1, x_2, x_3 = quads(tl.load(p_x + c * 512).to(tl.float32), 1, 128)
+            b_sum = tl.fma(x_0, x_0, b_sum)
+            b_sum = tl.fma(x_1, x_1, b_sum)
+            b_sum = tl.fma(x_2, x_2, b_sum)
+            b_sum = tl.fma(x_3, x_3, b_sum)
+        warps = warp_sum(tl.reshape(b_sum, (4, 32)), 4, ORDER)
+        low, high = tl.split(tl.permute(tl.reshape(warps, (2, 2)), (1, 0)))
+        even, odd = tl.split(low + high)
+        rstd = tl.rsqrt(tl.div_rn(even + odd, D * 1.0) + eps)
+    for c in tl.static_range(D // 512):
+        b_n = tl.load(p_x + c * 512)
+        if NORM:
+            b_weight = tl.load(p_weight + c * 512 + o_d).to(tl.float32)
+            b_n = (b_weight * (rstd * b_n.to(tl.float32))).to(DTYPE)
+        if ROPE:
+            b_pair = tl.permute(tl.reshape(b_n.to(tl.float32), (HEADS, 2, HALF)), (0, 2, 1))
+            first, second = tl.split(b_pair)
+            o_rope = (c * HEADS + tl.arange(0, HEADS))[:, None] * rope_head + tl.arange(0, HALF)[None, :]
+            o_rope += b * rope_batch + s * rope_token
+            b_cos = tl.load(p_cos + o_rope)
+            b_sin = tl.load(p_sin + o_rope)
+            turned_first = tl.fma(-b_sin, second, first * b_cos)
+            turned_second = tl.fma(b_sin, first, second * b_cos)
+            b_pair = tl.permute(tl.join(turned_first, turned_second), (0, 2, 1))
+            b_n = tl.reshape(b_pair, (512,)).to(DTYPE)
+        tl.store(p_out + row * D + c * 512 + o_d, b_n)
+
+
+@triton.jit(do_not_specialize=["rows_q", "rows_k", "tokens_q", "tokens_k"])
+def _qk_norm_split_rope_kernel(
+    p_q, p_k, p_weight_q, p_weight_k, p_out_q, p_out_k, p_cos_q, p_sin_q, p_cos_k, p_sin_k,
+    rows_q, rows_k, tokens_q, tokens_k, q_batch, q_token, k_batch, k_token,
+    rope_q_batch, rope_q_head, rope_q_token, rope_k_batch, rope_k_head, rope_k_token, eps_q, eps_k,
+    D: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    # Where q and k have as many rows they alternate, so that the k row finds the tables of its q row in L2.
+    is_k = row >= rows_q
+    index = row - rows_q
+    if rows_q == rows_k:
+        is_k = row % 2 == 1
+        index = row // 2
+    elif row < rows_q:
+        index = row
+    if is_k:
+        _rotate_row(
+            p_k, p_weight_k, p_out_k, p_cos_k, p_sin_k, index, tokens_k, k_batch, k_token,
+            rope_k_batch, rope_k_head, rope_k_token, eps_k, D, HEAD_DIM, NORM, ROPE, ORDER,
+        )  # fmt: skip
+    else:
+        _rotate_row(
+            p_q, p_weight_q, p_out_q, p_cos_q, p_sin_q, index, tokens_q, q_batch, q_token,
+            rope_q_batch, rope_q_head, rope_q_token, eps_q, D, HEAD_DIM, NORM, ROPE, ORDER,
+        )  # fmt: skip
+
+
+def norm_key(norm):
+    """What of a norm module the kernel depends on, or None for a module that must be called instead.
+
+    Weights can be on another device (offload), wrapped (PEFT) or hooked; only a plain ``torch.nn.RMSNorm`` is read.
+    """
+    plain = (
+        type(norm) is torch.nn.RMSNorm
+        and norm.eps is not None
+        and norm.weight is not None
+        and type(norm.weight) is torch.nn.Parameter
+        and "forward" not in norm.__dict__
+        and not norm._forward_hooks
+        and not norm._forward_pre_hooks
+    )
+    return (norm.eps, layout(norm.weight)) if plain else None
+
+
+def is_plain(norm, x) -> bool:
+    """Whether `norm` can be read instead of called, for rows like `x`'s."""
+    return norm_key(norm) is not None and norm.weight.device == x.device and norm.weight.dtype == x.dtype
+
+
+def signature(norm_q, norm_k, q, k, rope_q, rope_k):
+    norms = norm_q and (norm_key(norm_q), norm_key(norm_k))
+    ropes = rope_q and (layout(rope_q[0]), layout(rope_q[1]), layout(rope_k[0]), layout(rope_k[1]))
+    return layout(q), layout(k), norms, ropes
+
+
+def _refusal_of_side(side, norm, x, rope, other) -> str | None:
+    if x.ndim != 3:
+        return f"{side}: expected rank 3 [B, S, D], got {list(x.shape)}"
+    if x.dtype not in DTYPES or x.dtype != other.dtype:
+        return f"{side}: dtype {x.dtype}; expected one of {', '.join(map(str, DTYPES))}, the same for q and k"
+    if x.device.type not in DEVICE_TYPES or x.device != other.device:
+        return f"{side}: on {x.device}; expected one device of type {' or '.join(DEVICE_TYPES)} for q and k"
+    if x.shape[0] != other.shape[0] or x.shape[2] != other.shape[2]:
+        return f"{side}: shape {list(x.shape)} beside {list(other.shape)}; batch and width must agree"
+    if x.shape[2] % CHUNK:
+        return f"{side}: width {x.shape[2]} is not a multiple of {CHUNK}"
+    if x.stride(2) != 1 or x.stride(1) % 4 or x.stride(0) % 4 or x.data_ptr() % 16:
+        return f"{side}: rows must be contiguous and aligned to four elements, got strides {x.stride()}"
+    if x.numel() == 0:
+        return f"{side}: empty"
+    if norm is not None:
+        key = norm_key(norm)
+        if key is None:
+            return f"norm_{side}: not a plain torch.nn.RMSNorm with a weight, so it is called"
+        if norm.weight.dtype != x.dtype or norm.weight.device != x.device or norm.weight.numel() != x.shape[2]:
+            return f"norm_{side}: weight is {norm.weight.dtype} on {norm.weight.device}, {side} {x.dtype} on {x.device}"
+    if rope is None:
+        return None
+    cos, sin = rope
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.ndim != 4 or table.shape[0] != x.shape[0] or table.shape[2] != x.shape[1]:
+            return f"{name}_{side}: shape {list(table.shape)}, expected [B, H, S, r] for {side} {list(x.shape)}"
+        if table.shape[1] * table.shape[3] * 2 != x.shape[2] or table.shape[3] * 2 not in HEAD_DIMS:
+            return f"{name}_{side}: shape {list(table.shape)}; head_dim must be 64 or 128 and H·2r = {x.shape[2]}"
+        if table.dtype != torch.float32 or table.device != x.device:
+            return f"{name}_{side}: {table.dtype} on {table.device}, expected torch.float32 on {x.device}"
+        if table.stride(3) != 1 or any(stride % 4 for stride in table.stride()[:3]) or table.data_ptr() % 16:
+            return f"{name}_{side}: rows must be contiguous and aligned to four elements, got strides {table.stride()}"
+    if cos.stride() != sin.stride():
+        return f"sin_{side}: strides {sin.stride()}, expected cos_{side}'s {cos.stride()}"
+    return None
+
+
+def refusal(norm_q, norm_k, q, k, rope_q, rope_k) -> str | None:
+    """Why neither kernel can take these arguments, naming one; None if they can. Reads metadata only."""
+    if (norm_q is None) != (norm_k is None) or (rope_q is None) != (rope_k is None):
+        return "norms and tables: give both or neither"
+    if norm_q is None and rope_q is None:
+        return "norms and tables: nothing to do"
+    if rope_q is not None and rope_q[0].shape[1:2] != rope_k[0].shape[1:2]:
+        return "cos_k: another number of heads than cos_q"
+    return _refusal_of_side("q", norm_q, q, rope_q, k) or _refusal_of_side("k", norm_k, k, rope_k, q)
+
+
+def rehearsals(norm_q, norm_k, q, k, rope_q, rope_k):
+    """Synthetic rows, enough to convict a wrong summation order, which a short live input may not."""
+    x_q, x_k = random(2, 1, 4096, q.shape[2], dtype=q.dtype, device=q.device)
+
+    def tables(rope):
+        _, heads, _, half = rope[0].shape
+        angle = random(1, 4096, heads, half, dtype=torch.float32, device=q.device).transpose(1, 2)
+        return angle.cos(), angle.sin()
+
+    yield norm_q, norm_k, x_q, x_k, rope_q and tables(rope_q), rope_k and tables(rope_k)
+
+
+def launch(implementation, norm_q, norm_k, q, k, rope_q, rope_k):
+    """Launch without checks; `refusal` must have returned None for this layout."""
+    weight_q, eps_q = (None, 0.0) if norm_q is None else (norm_q.weight, norm_q.eps)
+    weight_k, eps_k = (None, 0.0) if norm_k is None else (norm_k.weight, norm_k.eps)
+    cos_q, sin_q = rope_q or (None, None)
+    cos_k, sin_k = rope_k or (None, None)
+    return _launch(implementation, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k)
+
+
+def _launch(implementation, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k):
+    (batch, tokens_q, width), tokens_k = q.shape, k.shape[1]
+    out_q = torch.empty((batch, tokens_q, width), dtype=q.dtype, device=q.device)
+    out_k = torch.empty((batch, tokens_k, width), dtype=q.dtype, device=q.device)
+    rows_q, rows_k = batch * tokens_q, batch * tokens_k
+    norm, rope = weight_q is not None, cos_q is not None
+    head_dim = 2 * cos_q.shape[3] if rope else HEAD_DIMS[-1]
+    tensors = (q, k, weight_q, weight_k, out_q, out_k, cos_q, sin_q, cos_k, sin_k)
+    sizes = (
+        rows_q, rows_k, tokens_q, tokens_k, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        *(cos_q.stride()[:3] if rope else (0, 0, 0)), *(cos_k.stride()[:3] if rope else (0, 0, 0)),
+    )  # fmt: skip
+    with on_device(q):
+        if implementation == "cuda":
+            parameters = (q.dtype, width, head_dim, norm, rope)
+            cuda.launch(
+                q.device, "qk_norm_split_rope", parameters, rows_q + rows_k, 128, *tensors, *sizes, eps_q, eps_k
+            )  # fmt: skip
+        else:
+            # More warps make the split trees shuffle through shared memory: 25,000 µs at 8 against 115 at 4.
+            _qk_norm_split_rope_kernel[(rows_q + rows_k,)](
+                *tensors, *sizes, eps_q, eps_k,
+                D=width, HEAD_DIM=head_dim, NORM=norm, ROPE=rope, ORDER=HALVES, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+    return out_q, out_k
+
+
+@torch.library.custom_op("ltx2_fastpath::qk_norm_split_rope", mutates_args=())
+def _op(
+    implementation: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weight_q: torch.Tensor | None,
+    weight_k: torch.Tensor | None,
+    cos_q: torch.Tensor | None,
+    sin_q: torch.Tensor | None,
+    cos_k: torch.Tensor | None,
+    sin_k: torch.Tensor | None,
+    eps_q: float,
+    eps_k: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _launch(implementation, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k)
+
+
+@_op.register_fake
+def _(implementation, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k):
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+
+
+def qk_norm_split_rope(norm_q, norm_k, q, k, rope_q=None, rope_k=None, *, implementation=CANDIDATES[0]):
+    """RMSNorm across heads and split RoPE of q and k in one launch.
+
+    Args:
+        norm_q, norm_k: plain ``torch.nn.RMSNorm`` modules with weights [D], or None for the rotation alone.
+        q, k: [B, S_q, D] and [B, S_k, D], bf16, fp16 or fp32; D a multiple of 512, last dimension contiguous.
+        rope_q, rope_k: (cos, sin), fp32 [B, H, S, r] each with any strides but a contiguous r of 32 or 64; or None.
+        implementation: "cuda" or "triton".
+
+    Returns:
+        Two new contiguous tensors shaped like q and k.
+
+    Raises:
+        ValueError: an argument has the wrong rank, dtype, device, shape or layout; the message names it.
+    """
+    if torch.compiler.is_compiling():
+        return eager(norm_q, norm_k, q, k, rope_q, rope_k)
+    if reason := refusal(norm_q, norm_k, q, k, rope_q, rope_k):
+        raise ValueError(f"qk_norm_split_rope: {reason}")
+    return launch(implementation, norm_q, norm_k, q, k, rope_q, rope_k)

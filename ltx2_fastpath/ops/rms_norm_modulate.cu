@@ -1,0 +1,90 @@
+// RMSNorm + modulate, with or without a gated residual before it. rms_norm_modulate.py and gated_residual.py hold the contracts.
+// One warp per row, four rows a block: the four elements of lane t in each chunk of 128 are those that torch's reduction gives it.
+// The row stays in registers from the sum to the modulation, so each element is read from memory once.
+
+template <int DTYPE>
+__device__ void modulate(const void *scale, const void *shift, void *out, long long index, Quad n) {
+    Quad s = Dtype<DTYPE>::unpack(load<DTYPE>(scale, index));
+    const Quad b = Dtype<DTYPE>::unpack(load<DTYPE>(shift, index));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s.v[i] = 1.0f + s.v[i];
+    s = rounded<DTYPE>(s);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) n.v[i] = n.v[i] * s.v[i];
+    n = rounded<DTYPE>(n);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) n.v[i] = n.v[i] + b.v[i];
+    store<DTYPE>(out, index, n);
+}
+
+template <int DTYPE, int D, bool UPDATE, bool GATE, bool NORM, int OUTPUTS, int ORDER>
+__global__ void __launch_bounds__(128)
+rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, const void *__restrict__ gate,
+                  void *__restrict__ hidden, const void *__restrict__ scale_0, const void *__restrict__ shift_0,
+                  void *__restrict__ out_0, const void *__restrict__ scale_1, const void *__restrict__ shift_1,
+                  void *__restrict__ out_1, long long rows, long long tokens, long long x_batch, long long x_token,
+                  long long update_batch, long long update_token, long long gate_batch, long long gate_token,
+                  long long mod_0_batch, long long mod_0_token, long long mod_1_batch, long long mod_1_token, double eps) {
+    typedef Dtype<DTYPE> T;
+    constexpr int CHUNKS = D / 128;
+    const int lane = threadIdx.x % 32;
+    const long long row = blockIdx.x * 4LL + threadIdx.x / 32;
+    if (row >= rows) return;
+    const long long b = row / tokens, t = row % tokens;
+    x = at<DTYPE>(x, b * x_batch + t * x_token);
+
+    typename T::Raw raw[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) raw[c] = load<DTYPE>(x, c * 32 + lane);
+
+    if (UPDATE) {
+        update = at<DTYPE>(update, b * update_batch + t * update_token);
+        gate = at<DTYPE>(gate, b * gate_batch + t * gate_token);
+        hidden = at<DTYPE>(hidden, row * D);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            Quad h = T::unpack(raw[c]), u = T::unpack(load<DTYPE>(update, c * 32 + lane));
+            if (GATE) {
+                const Quad g = T::unpack(load<DTYPE>(gate, c * 32 + lane));
+#pragma unroll
+                for (int i = 0; i < 4; ++i) u.v[i] = u.v[i] * g.v[i];
+                u = rounded<DTYPE>(u);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) h.v[i] = h.v[i] + u.v[i];
+            raw[c] = T::pack(h);
+            store<DTYPE>(hidden, c * 32 + lane, h);
+        }
+    }
+
+    float rstd = 1.0f;
+    if (NORM) {
+        float a[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const Quad q = T::unpack(raw[c]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = a[i] + q.v[i] * q.v[i];
+        }
+        float sum = ((a[0] + a[1]) + a[2]) + a[3];
+#pragma unroll
+        for (int step = 0; step < 5; ++step) sum += __shfl_xor_sync(0xffffffffu, sum, ORDER == 0 ? 16 >> step : 1 << step);
+        rstd = rsqrtf(sum * (1.0f / D) + (float)eps);
+    }
+
+    const long long o_0 = b * mod_0_batch + t * mod_0_token, o_1 = b * mod_1_batch + t * mod_1_token;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        Quad n = T::unpack(raw[c]);
+        if (NORM) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) n.v[i] = n.v[i] * rstd;
+            n = rounded<DTYPE>(n);
+        }
+        if (OUTPUTS == 0) store<DTYPE>(at<DTYPE>(out_0, row * D), c * 32 + lane, n);
+        if (OUTPUTS > 0)
+            modulate<DTYPE>(at<DTYPE>(scale_0, o_0), at<DTYPE>(shift_0, o_0), at<DTYPE>(out_0, row * D), c * 32 + lane, n);
+        if (OUTPUTS > 1)
+            modulate<DTYPE>(at<DTYPE>(scale_1, o_1), at<DTYPE>(shift_1, o_1), at<DTYPE>(out_1, row * D), c * 32 + lane, n);
+    }
+}

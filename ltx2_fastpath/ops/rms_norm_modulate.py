@@ -1,0 +1,241 @@
+"""RMSNorm + modulate: ``rms_norm(x) * (1 + scale) + shift``, bit-exact with diffusers' eager chain, in one launch.
+
+Formula      rstd = rsqrt(mean(x²) + eps) in fp32; n = round(x · rstd); out = round(round(n · round(1 + scale)) + shift),
+             where round is to the dtype of x. The squares are rounded to fp32 before they are added (no FMA).
+Order        torch's generic reduction at 16 rows or more: one warp a row, chunks of 128; lane t adds elements 4t…4t+3 of
+             each chunk to four accumulators of its own, chunk after chunk; ((a0 + a1) + a2) + a3; then over the 32 lanes by
+             halves or by pairs (numerics.WARP_ORDERS). Under 16 rows torch picks other block widths: refused.
+Shapes       x [B, S, D] with D a multiple of 128, last dimension contiguous; scale and shift [B, 1, D] (row modulation) or
+             [B, S, D] (per-token), with equal strides.
+Dtypes       bf16, fp16, fp32, the same for all three.
+Verified on  NVIDIA H200.
+
+With ``norm=None`` only the modulation is computed (the prompts of LTX-2.3's text cross-attention). The kernel also serves gated_residual.py: with an update it first forms h = round(x + round(update · gate)), stores h, and
+normalises that; and it can write two differently modulated outputs of one norm.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import cuda
+from .numerics import DEVICE_TYPES, DTYPES, WARP_ORDERS, layout, on_device, quads, random, warp_sum
+
+CANDIDATES = tuple((implementation, order) for implementation in cuda.IMPLEMENTATIONS for order in WARP_ORDERS)
+CHUNK = 128
+
+
+def eager(norm, x, scale, shift):
+    """The host's arithmetic around its own norm module (None: the modulation alone)."""
+    return (x if norm is None else norm(x)) * (1 + scale) + shift
+
+
+@triton.jit
+def _modulated(b_n, p_scale, p_shift, p_out, DTYPE: tl.constexpr):
+    b_scale = (1 + tl.load(p_scale).to(tl.float32)).to(DTYPE).to(tl.float32)
+    b_shift = tl.load(p_shift).to(tl.float32)
+    b_scaled = (b_n.to(tl.float32) * b_scale).to(DTYPE).to(tl.float32)
+    tl.store(p_out, (b_scaled + b_shift).to(DTYPE))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _rms_norm_modulate_kernel(
+    p_x, p_update, p_gate, p_hidden, p_scale_0, p_shift_0, p_out_0, p_scale_1, p_shift_1, p_out_1,
+    tokens, x_batch, x_token, update_batch, update_token, gate_batch, gate_token,
+    mod_0_batch, mod_0_token, mod_1_batch, mod_1_token, eps,
+    D: tl.constexpr, UPDATE: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, OUTPUTS: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = p_out_0.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    b = row // tokens
+    t = row % tokens
+    o_d = tl.arange(0, 128)
+    p_x += b * x_batch + t * x_token + o_d
+    if UPDATE:
+        p_update += b * update_batch + t * update_token + o_d
+        p_hidden += row * D + o_d
+    if GATE:
+        p_gate += b * gate_batch + t * gate_token + o_d
+
+    b_sum = tl.zeros((128,), tl.float32)
+    if UPDATE or NORM:
+        for c in tl.range(0, D, 128, loop_unroll_factor=8):
+            b_x = tl.load(p_x + c)
+            if UPDATE:
+                b_update = tl.load(p_update + c).to(tl.float32)
+                if GATE:
+                    b_update = (b_update * tl.load(p_gate + c).to(tl.float32)).to(DTYPE).to(tl.float32)
+                b_x = (b_x.to(tl.float32) + b_update).to(DTYPE)
+                tl.store(p_hidden + c, b_x)
+            b_square = b_x.to(tl.float32) * b_x.to(tl.float32)
+            b_sum += b_square
+    rstd = 1.0
+    if NORM:
+        a_0, a_1, a_2, a_3 = quads(b_sum, 1, 32)
+        rstd = tl.rsqrt(warp_sum(((a_0 + a_1) + a_2) + a_3, 1, ORDER) * (1.0 / D) + eps)
+
+    o_0 = b * mod_0_batch + t * mod_0_token + o_d
+    o_1 = b * mod_1_batch + t * mod_1_token + o_d
+    if UPDATE:
+        p_x = p_hidden
+        tl.debug_barrier()
+    for c in tl.range(0, D, 128, loop_unroll_factor=8):
+        b_n = tl.load(p_x + c)
+        if NORM:
+            b_n = (b_n.to(tl.float32) * rstd).to(DTYPE)
+        o_out = row * D + c + o_d
+        if OUTPUTS == 0:
+            tl.store(p_out_0 + o_out, b_n)
+        if OUTPUTS >= 1:
+            _modulated(b_n, p_scale_0 + o_0 + c, p_shift_0 + o_0 + c, p_out_0 + o_out, DTYPE)
+        if OUTPUTS >= 2:
+            _modulated(b_n, p_scale_1 + o_1 + c, p_shift_1 + o_1 + c, p_out_1 + o_out, DTYPE)
+
+
+def launch_rows(candidate, x, update, gate, hidden, modulations, outs, eps):
+    """Launch either implementation on rows x [B, S, D]; what is None is left out. `candidate` is (implementation, order)."""
+    implementation, order = candidate
+    batch, tokens, width = x.shape
+    (scale_0, shift_0), (scale_1, shift_1) = (*modulations, (None, None), (None, None))[:2]
+    out_0, out_1 = (*outs, None)[:2]
+    tensors = (x, update, gate, hidden, scale_0, shift_0, out_0, scale_1, shift_1, out_1)
+    steps = tuple(step for tensor in (x, update, gate, scale_0, scale_1) for step in strides(tensor))
+    switches = (update is not None, gate is not None, eps is not None, len(modulations), order)
+    with on_device(x):
+        if implementation == "cuda":
+            rows = batch * tokens
+            cuda.launch(
+                x.device, "rms_norm_modulate", (x.dtype, width, *switches), -(-rows // 4), 128,
+                *tensors, rows, tokens, *steps, eps or 0.0,
+            )  # fmt: skip
+        else:
+            _rms_norm_modulate_kernel[(batch * tokens,)](
+                *tensors, tokens, *steps, eps or 0.0, width, *switches, num_warps=1, enable_fp_fusion=False
+            )  # fmt: skip
+
+
+def strides(x: torch.Tensor | None) -> tuple[int, int]:
+    """The strides from batch row to batch row and from token to token; 0 where one row serves all tokens."""
+    if x is None:
+        return 0, 0
+    return x.stride(0), x.stride(1) if x.shape[1] > 1 else 0
+
+
+def norm_key(norm):
+    """What of a norm module the kernel depends on: its eps, or None for a module that must be called instead.
+
+    A module with weights, hooks, a forward of its own or of another class is not the plain RMSNorm that the kernel computes.
+    """
+    plain = (
+        type(norm).__name__ == "RMSNorm"
+        and getattr(norm, "weight", True) is None
+        and getattr(norm, "bias", True) is None
+        and "forward" not in norm.__dict__
+        and not norm._forward_hooks
+        and not norm._forward_pre_hooks
+    )
+    return norm.eps if plain else None
+
+
+def refusal_of_rows(name: str, x: torch.Tensor, like: torch.Tensor | None = None, *, broadcast: bool = False) -> str | None:
+    """Why `x` cannot be read as rows [B, S, D] (or, with `broadcast`, as [B, 1, D] too) beside `like`; None if it can."""
+    like = x if like is None else like
+    if x.ndim != 3:
+        return f"{name}: expected rank 3, got {list(x.shape)}"
+    if x.dtype != like.dtype or x.dtype not in DTYPES:
+        return f"{name}: dtype {x.dtype}, expected {like.dtype}, one of {', '.join(map(str, DTYPES))}"
+    if x.device != like.device or x.device.type not in DEVICE_TYPES:
+        return f"{name}: on {x.device}, expected {like.device} of type {' or '.join(DEVICE_TYPES)}"
+    shapes = [like.shape, (like.shape[0], 1, like.shape[2])] if broadcast else [like.shape]
+    if x.shape not in shapes:
+        return f"{name}: shape {list(x.shape)}, expected {' or '.join(str(list(s)) for s in shapes)}"
+    if x.stride(2) != 1:
+        return f"{name}: the last dimension must be contiguous, got strides {x.stride()}"
+    if x.numel() == 0:
+        return f"{name}: empty"
+    return None
+
+
+def refusal_of_norm(norm, x: torch.Tensor) -> str | None:
+    """Why the reduction over the rows of `x` cannot be reproduced; None if it can."""
+    if norm_key(norm) is None:
+        return "norm: not a plain RMSNorm without weights or hooks, so it is called"
+    if x.shape[2] % CHUNK:
+        return f"x: width {x.shape[2]} is not a multiple of {CHUNK}"
+    if x.shape[0] * x.shape[1] < 16:
+        return f"x: {x.shape[0] * x.shape[1]} rows; under 16 rows torch reduces in another order"
+    return None
+
+
+def refusal_of_modulation(suffix: str, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> str | None:
+    """Why `scale` and `shift` cannot modulate the rows of `x`; None if they can."""
+    reason = refusal_of_rows(f"scale{suffix}", scale, x, broadcast=True)
+    reason = reason or refusal_of_rows(f"shift{suffix}", shift, x, broadcast=True)
+    if reason is None and (scale.shape != shift.shape or scale.stride() != shift.stride()):
+        return f"shift{suffix}: shape and strides must be scale{suffix}'s"
+    return reason
+
+
+def signature(norm, x, scale, shift):
+    return norm and norm_key(norm), layout(x), layout(scale), layout(shift)
+
+
+def refusal(norm, x, scale, shift) -> str | None:
+    """Why the kernel cannot take these arguments, naming one; None if it can. Reads metadata only."""
+    reason = refusal_of_rows("x", x) or (norm and refusal_of_norm(norm, x))
+    if norm is None and x.ndim == 3 and x.shape[2] % CHUNK:
+        reason = reason or f"x: width {x.shape[2]} is not a multiple of {CHUNK}"
+    return reason or refusal_of_modulation("", x, scale, shift)
+
+
+def rehearsals(norm, x, scale, shift):
+    """Synthetic arguments with enough rows to convict a wrong summation order, which a short live input may not."""
+    rows = random(1, 4098, x.shape[2], dtype=x.dtype, device=x.device)
+    yield norm, rows[:, 2:], rows[:, :1], rows[:, 1:2]
+
+
+def launch(candidate, norm, x, scale, shift):
+    """Launch without checks; `refusal` must have returned None for this layout."""
+    return _launch(candidate, x, scale, shift, None if norm is None else norm.eps)
+
+
+def _launch(candidate, x, scale, shift, eps):
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch_rows(candidate, x, None, None, None, [(scale, shift)], [out], eps)
+    return out
+
+
+@torch.library.custom_op("ltx2_fastpath::rms_norm_modulate", mutates_args=())
+def _op(
+    implementation: str, order: int, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float | None
+) -> torch.Tensor:
+    return _launch((implementation, order), x, scale, shift, eps)
+
+
+@_op.register_fake
+def _(implementation, order, x, scale, shift, eps):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def rms_norm_modulate(norm, x, scale, shift, *, candidate=CANDIDATES[0]):
+    """``norm(x) * (1 + scale) + shift`` in one launch.
+
+    Args:
+        norm: a diffusers ``RMSNorm`` without weight, of which only eps is read; or None for the modulation alone.
+        x: [B, S, D], bf16, fp16 or fp32; at least 16 rows, D a multiple of 128, last dimension contiguous.
+        scale, shift: [B, 1, D] or [B, S, D], of x's dtype and device, with equal strides.
+        candidate: (implementation, order of the final warp sum), one of ``CANDIDATES``.
+
+    Returns:
+        A new contiguous tensor [B, S, D] of x's dtype.
+
+    Raises:
+        ValueError: an argument has the wrong rank, dtype, device, shape or layout; the message names it.
+
+    Under ``torch.compile`` the plain expression is traced instead, for Inductor to fuse.
+    """
+    if torch.compiler.is_compiling():
+        return eager(norm, x, scale, shift)
+    if reason := refusal(norm, x, scale, shift):
+        raise ValueError(f"rms_norm_modulate: {reason}")
+    return launch(candidate, norm, x, scale, shift)

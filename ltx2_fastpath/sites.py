@@ -1,0 +1,27 @@
+"""The sites of a transformer: every place in the block where an op stands, by name. Layers share them."""
+
+from .first_sight import FirstSight
+from .ops import ada_values, gated_residual, head_gate, qk_norm_split_rope, rms_norm_modulate
+from .patches.attention import ATTENTIONS
+
+
+def build_sites(warned: set) -> dict[str, FirstSight]:
+    """A fresh `FirstSight` for each site; `warned` is shared between them so that one cause is told once."""
+    ops = {"ada_values": ada_values}
+    for stream, cross_norm in (("", "audio_to_video_norm"), ("audio_", "video_to_audio_norm")):
+        ops |= {
+            f"{stream}norm1": rms_norm_modulate,
+            f"{stream}text": rms_norm_modulate,
+            f"{stream}norm2": gated_residual,
+            cross_norm: gated_residual,
+            f"{stream}norm3": gated_residual,
+            f"{stream}norm3.without_residual": rms_norm_modulate,
+            f"{stream}residual": gated_residual,
+        }
+    for name in ATTENTIONS:
+        ops |= {
+            f"{name}.qk_norm_split_rope": qk_norm_split_rope,
+            f"{name}.split_rope": qk_norm_split_rope,
+            f"{name}.head_gate": head_gate,
+        }
+    return {site: FirstSight(site, op, warned) for site, op in ops.items()}

@@ -1,0 +1,98 @@
+"""The attention's forward: what both LTX-2 processors compute, with QK-norm + RoPE and the head gate fused.
+
+The processor object stays where it is and is read at every call, so `set_attn_processor` and `set_attention_backend` work
+before and after, and a processor that we do not know gets the stock forward. The stock forward also runs `inspect.signature` in
+every call, 288 times a forward; this one does not.
+"""
+
+import functools
+
+import torch
+
+from ltx2_fastpath.ops import qk_norm_split_rope as qk_op
+
+from .host import transformer_ltx2
+
+ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+
+
+def make_forward(fast, name):
+    """The replacement forward for the attentions called `name` in their blocks; its sites are `fast.sites`."""
+    stock = transformer_ltx2.LTX2Attention.forward
+    plain_processor = transformer_ltx2.LTX2AudioVideoAttnProcessor
+    perturbed_processor = transformer_ltx2.LTX2PerturbedAttnProcessor
+    qk_site = fast.sites[f"{name}.qk_norm_split_rope"]
+    rope_site = fast.sites[f"{name}.split_rope"]
+    gate_site = fast.sites[f"{name}.head_gate"]
+
+    @functools.wraps(stock)
+    def forward(
+        self,
+        hidden_states,
+        encoder_hidden_states=None,
+        attention_mask=None,
+        query_rotary_emb=None,
+        key_rotary_emb=None,
+        **kwargs,
+    ):
+        processor = self.processor
+        perturbable = type(processor) is perturbed_processor
+        reason = fast.why_not(hidden_states)
+        if reason is None and not (perturbable or type(processor) is plain_processor):
+            reason = f"the processor is {type(processor).__name__}"
+        elif reason is None and query_rotary_emb is not None and self.rope_type != "split":
+            reason = f"rope_type is {self.rope_type!r}"
+        elif reason is None and not kwargs.keys() <= ({"perturbation_mask", "all_perturbed"} if perturbable else set()):
+            reason = "keyword arguments that the processor does not take"
+        if reason is not None:
+            fast.count_stock(name, reason)
+            return stock(
+                self, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb, key_rotary_emb, **kwargs
+            )  # fmt: skip
+
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        if attention_mask is not None:
+            batch, tokens, _ = source.shape
+            attention_mask = self.prepare_attention_mask(attention_mask, tokens, batch)
+            attention_mask = attention_mask.view(batch, self.heads, -1, attention_mask.shape[-1])
+        gate_logits = None if self.to_gate_logits is None else self.to_gate_logits(hidden_states)
+
+        perturbation_mask = kwargs.get("perturbation_mask")
+        all_perturbed = kwargs.get("all_perturbed")
+        if all_perturbed is None:
+            all_perturbed = perturbation_mask is not None and torch.all(perturbation_mask == 0)
+
+        if all_perturbed:
+            out = self.to_v(source)  # spatio-temporal guidance: the values alone
+        else:
+            query, key = self.to_q(hidden_states), self.to_k(source)
+            value = self.to_v(source)
+            norm_q, norm_k = self.norm_q, self.norm_k
+            if not (qk_op.is_plain(norm_q, query) and qk_op.is_plain(norm_k, key)):
+                query, key = norm_q(query), norm_k(key)
+                norm_q = norm_k = None
+            key_rotary_emb = query_rotary_emb if key_rotary_emb is None else key_rotary_emb
+            if norm_q is not None:
+                query, key = qk_site(norm_q, norm_k, query, key, query_rotary_emb, key_rotary_emb)
+            elif query_rotary_emb is not None:
+                query, key = rope_site(None, None, query, key, query_rotary_emb, key_rotary_emb)
+            out = transformer_ltx2.dispatch_attention_fn(
+                query.unflatten(2, (self.heads, -1)),
+                key.unflatten(2, (self.heads, -1)),
+                value.unflatten(2, (self.heads, -1)),
+                attn_mask=attention_mask,
+                dropout_p=0.0,
+                is_causal=False,
+                backend=processor._attention_backend,
+                parallel_config=processor._parallel_config,
+            )
+            if perturbation_mask is not None:
+                out = torch.lerp(value, out.flatten(2, 3).to(query.dtype), perturbation_mask)
+            elif gate_logits is None or out.dtype != query.dtype:
+                out = out.flatten(2, 3).to(query.dtype)
+
+        if gate_logits is not None:
+            out = gate_site(out if out.ndim == 4 else out.unflatten(2, (self.heads, -1)), gate_logits)
+        return self.to_out[1](self.to_out[0](out))
+
+    return forward

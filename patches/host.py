@@ -1,0 +1,54 @@
+"""Which host sources we know: the hash of the source of every method whose arithmetic we take over.
+
+A release is recognised by what it computes, not by its number. To support a new release: read the diff of these methods
+against the last known release, and add its hashes here if the arithmetic and the signature are the same.
+"""
+
+import functools
+import hashlib
+import inspect
+
+from diffusers.models import normalization
+from diffusers.models.transformers import transformer_ltx2
+
+# First 16 digits of sha256 over `inspect.getsource`. diffusers 0.38.0 to 0.42.1.
+KNOWN = {
+    "apply_split_rotary_emb": {"101de9c72dfea98a"},
+    "LTX2AudioVideoAttnProcessor.__call__": {"0391667b7f0a45ae"},
+    "LTX2PerturbedAttnProcessor.__call__": {"ab3b88fd4d262072"},
+    "LTX2Attention.forward": {"defe2a9bb6a171cf"},
+    "LTX2VideoTransformerBlock.get_mod_params": {"493775244f201a41"},
+    "LTX2VideoTransformerBlock.forward": {"423e907eb908ef50", "1dbdd9ab731b53b9"},
+    "RMSNorm.forward": {"fa91ca74b4badaaf", "ab9075d036873ac9"},
+}
+
+
+def _methods():
+    block, attention = transformer_ltx2.LTX2VideoTransformerBlock, transformer_ltx2.LTX2Attention
+    return {
+        "LTX2VideoTransformerBlock.forward": block.forward,
+        "LTX2VideoTransformerBlock.get_mod_params": block.get_mod_params,
+        "LTX2Attention.forward": attention.forward,
+        "LTX2AudioVideoAttnProcessor.__call__": transformer_ltx2.LTX2AudioVideoAttnProcessor.__call__,
+        "LTX2PerturbedAttnProcessor.__call__": transformer_ltx2.LTX2PerturbedAttnProcessor.__call__,
+        "apply_split_rotary_emb": transformer_ltx2.apply_split_rotary_emb,
+        "RMSNorm.forward": normalization.RMSNorm.forward,
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def source_hash(function) -> str | None:
+    """First 16 hexadecimal digits of the sha256 of a function's source; None where the source cannot be read."""
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    except (OSError, TypeError):
+        return None
+
+
+def unknown_sources() -> list[str]:
+    """The names of the host's methods whose source is not one that we know; empty if the host is supported."""
+    try:
+        methods = _methods()
+    except AttributeError as error:
+        return [str(error)]
+    return [name for name, function in methods.items() if source_hash(function) not in KNOWN[name]]
