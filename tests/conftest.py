@@ -11,13 +11,23 @@ if not torch.cuda.is_available():
     # test_models.py took 67 s instead of 16 s beside one busy process on two cores.
     torch.set_num_threads(1)
 
+import collections
+import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx2_fastpath.bench import models
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+OPS = ("ada_values", "gated_residual", "head_gate", "qk_norm_split_rope", "rms_norm_modulate")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "interpreter: runs kernels on CPU tensors, for which TRITON_INTERPRET must be 1")
 
 
 def pytest_collection_modifyitems(items):
@@ -26,6 +36,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
+            item.add_marker(pytest.mark.skip(reason="needs Triton's interpreter: set TRITON_INTERPRET=1"))
 
 
 @pytest.fixture(params=models.CONFIGS)
@@ -44,3 +56,92 @@ def transformer(version):
 def pipe(version):
     """A `models.tiny_pipeline`, the test's own (built in 90 ms, so never shared)."""
     return models.tiny_pipeline(version)
+
+
+@pytest.fixture
+def nan_memory(monkeypatch):
+    """Fresh floating-point memory holds NaN, so that an output that a kernel does not write shows."""
+
+    def filled(allocate):
+        def allocate_filled(*args, **options):
+            tensor = allocate(*args, **options)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return allocate_filled
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, filled(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, filled(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture
+def normal():
+    """normal(*shape, dtype=...): other normal values at each call, the same in each run of the test, every one exact in fp16.
+
+    A product of two values of 11 bits is exact in fp32. So it makes no difference that the interpreter does not fuse a
+    product and a sum, which the kernels do where the host does.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).half().to(dtype)
+
+    return draw
+
+
+class NoComputation(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} was called where only metadata may be read")
+
+
+@pytest.fixture
+def no_computation():
+    """A context in which no tensor can be computed, copied or read."""
+    return NoComputation()
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Kernels replaced by the eager chain of their op, and counted: {name of the op: launches}. Nothing is rehearsed.
+
+    So a whole patched forward takes milliseconds. Real refusals still apply, see `any_width`.
+    """
+    launches = collections.Counter()
+
+    def stand_in(name, op):
+        def launch(candidate, *args):
+            launches[name] += 1
+            return op.eager(*args)
+
+        return launch
+
+    for name in OPS:
+        op = importlib.import_module(f"ltx2_fastpath.ops.{name}")
+        monkeypatch.setattr(op, "launch", stand_in(name, op))
+        monkeypatch.setattr(op, "rehearsals", lambda *args: ())
+    return launches
+
+
+@pytest.fixture
+def any_width(monkeypatch):
+    """No op refuses anything: with `stand_ins`, models too narrow for the kernels take the fast path."""
+    for name in OPS:
+        monkeypatch.setattr(importlib.import_module(f"ltx2_fastpath.ops.{name}"), "refusal", lambda *args: None)
+
+
+@pytest.fixture
+def run_python(tmp_path):
+    """run_python(code, **environment): what a fresh interpreter prints; the test fails if it exits with an error.
+
+    It starts in `tmp_path` and does not interpret Triton's kernels. An environment variable of None is removed.
+    """
+
+    def run(code: str, **environment) -> str:
+        merged = os.environ | {"TRITON_INTERPRET": None} | environment
+        merged = {name: value for name, value in merged.items() if value is not None}
+        done = subprocess.run([sys.executable, "-c", code], env=merged, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
