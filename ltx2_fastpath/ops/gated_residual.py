@@ -58,7 +58,7 @@ def _residual_kernel(
 
 def signature(norm, x, update, gate, *modulations):
     return (
-        norm if norm is None else norm_key(norm), layout(x), layout(update), layout(gate),
+        norm is not None and norm_key(norm), layout(x), layout(update), layout(gate),
         *((layout(scale), layout(shift)) for scale, shift in modulations),
     )  # fmt: skip
 

@@ -177,7 +177,7 @@ def refusal_of_modulation(suffix: str, x: torch.Tensor, scale: torch.Tensor, shi
 
 
 def signature(norm, x, scale, shift):
-    return norm and norm_key(norm), layout(x), layout(scale), layout(shift)
+    return norm is not None and norm_key(norm), layout(x), layout(scale), layout(shift)
 
 
 def refusal(norm, x, scale, shift) -> str | None:
