@@ -86,9 +86,11 @@ class FastPath:
             return "gradients are enabled"
         if type(x) is not torch.Tensor:
             return f"the hidden states are a {type(x).__name__}"
-        return _why_not_device(x.device, x.dtype) or (
-            "autocast is active" if torch.is_autocast_enabled(x.device.type) else None
-        )
+        return _why_not_device(x.device, x.dtype) or ("autocast is active" if torch.is_autocast_enabled(x.device.type) else None)
+
+    def is_compiled(self) -> bool:
+        """Whether the blocks were compiled one by one (`compile_repeated_blocks`)."""
+        return any(block._compiled_call_impl is not None for block in self._transformer().transformer_blocks[:1])
 
     def count_stock(self, place: str, reason: str) -> None:
         """Note for the report that a patched forward took the stock path."""

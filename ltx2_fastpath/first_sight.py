@@ -48,6 +48,11 @@ class FirstSight:
         self.stock = 0
         self._warned = set() if warned is None else warned
 
+    @property
+    def notes(self) -> list[str]:
+        """How each signature was verified, or why it fell back."""
+        return sorted({verdict.note for verdict in self.verdicts.values()})
+
     def __call__(self, *args):
         signature = self.op.signature(*args)
         verdict = self.verdicts.get(signature)
@@ -105,7 +110,7 @@ class FirstSight:
                 "The fast path at %s is off: %s. The stock computation runs there instead; results are not affected.%s",
                 self.site,
                 cause,
-                " Set TRITON_CACHE_DIR to a writable folder." if "Read-only file system" in cause or "Permission" in cause else "",
+                _advice(cause),
             )
         return cause
 
@@ -113,3 +118,8 @@ class FirstSight:
 def _told(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _advice(cause: str) -> str:
+    unwritable = "Read-only file system" in cause or "PermissionError" in cause
+    return " Set TRITON_CACHE_DIR to a writable folder." if unwritable else ""

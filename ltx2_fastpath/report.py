@@ -23,8 +23,7 @@ class Report:
         self.skipped = dict(fast.skipped)
         for site in fast.sites.values():
             if site.fast or site.stock:
-                notes = sorted({verdict.note for verdict in site.verdicts.values()})
-                self.rows.append({"site": site.site, "fast": site.fast, "stock": site.stock, "notes": notes})
+                self.rows.append({"site": site.site, "fast": site.fast, "stock": site.stock, "notes": site.notes})
 
     def __str__(self) -> str:
         lines = [f"ltx2_fastpath: {self.status}"]

@@ -1,11 +1,12 @@
 """The sites of a transformer: every place in the block where an op stands, by name. Layers share them."""
 
 from .first_sight import FirstSight
-from .ops import ada_values, gated_residual, head_gate, qk_norm_split_rope, rms_norm_modulate
-from .patches.attention import ATTENTIONS
+from .ops import ada_values, gated_residual, gelu, head_gate, qk_norm_split_rope, rms_norm_modulate
+from .patches import ATTENTIONS, FEED_FORWARDS, ROPES
+from .patches.rope import TableCache
 
 
-def build_sites(warned: set) -> dict[str, FirstSight]:
+def build_sites(warned: set) -> dict[str, FirstSight | TableCache]:
     """A fresh `FirstSight` for each site; `warned` is shared between them so that one cause is told once."""
     ops = {"ada_values": ada_values}
     for stream, cross_norm in (("", "audio_to_video_norm"), ("audio_", "video_to_audio_norm")):
@@ -24,4 +25,6 @@ def build_sites(warned: set) -> dict[str, FirstSight]:
             f"{name}.split_rope": qk_norm_split_rope,
             f"{name}.head_gate": head_gate,
         }
-    return {site: FirstSight(site, op, warned) for site, op in ops.items()}
+    ops |= {f"{name}.gelu": gelu for name in FEED_FORWARDS}
+    sites = {site: FirstSight(site, op, warned) for site, op in ops.items()}
+    return sites | {f"{name}.tables": TableCache(f"{name}.tables") for name in ROPES}

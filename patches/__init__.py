@@ -3,21 +3,35 @@
 from .attention import ATTENTIONS
 from .attention import make_forward as make_attention_forward
 from .block import make_forward as make_block_forward
-from .host import transformer_ltx2
+from .feed_forward import make_forward as make_gelu_forward
+from .host import activations, transformer_ltx2
 from .patch import Patch
+from .rope import ROPES
+from .rope import make_forward as make_rope_forward
+
+FEED_FORWARDS = ("ff", "audio_ff")
 
 
 def build(fast, transformer) -> dict[str, Patch]:
     """The patches of one transformer by the name of the module each belongs to; nothing is applied yet."""
-    block_class, attention_class = transformer_ltx2.LTX2VideoTransformerBlock, transformer_ltx2.LTX2Attention
+    host = transformer_ltx2
+    patches = {}
+
+    def patch(name, module, host_class, forward):
+        if type(module) is host_class:
+            patches[name] = Patch(module, host_class.forward, forward)
+
+    for name in ROPES:
+        patch(name, getattr(transformer, name, None), host.LTX2AudioVideoRotaryPosEmbed, make_rope_forward(fast, name))
     block_forward = make_block_forward(fast)
     attention_forwards = {name: make_attention_forward(fast, name) for name in ATTENTIONS}
-    patches = {}
+    gelu_forwards = {name: make_gelu_forward(fast, name) for name in FEED_FORWARDS}
     for i, block in enumerate(transformer.transformer_blocks):
-        if type(block) is block_class:
-            patches[f"transformer_blocks.{i}"] = Patch(block, block_class.forward, block_forward)
+        path = f"transformer_blocks.{i}"
+        patch(path, block, host.LTX2VideoTransformerBlock, block_forward)
         for name, forward in attention_forwards.items():
-            attention = getattr(block, name, None)
-            if type(attention) is attention_class:
-                patches[f"transformer_blocks.{i}.{name}"] = Patch(attention, attention_class.forward, forward)
+            patch(f"{path}.{name}", getattr(block, name, None), host.LTX2Attention, forward)
+        for name, forward in gelu_forwards.items():
+            layers = getattr(getattr(block, name, None), "net", [None])
+            patch(f"{path}.{name}.net.0", layers[0], activations.GELU, forward)
     return patches

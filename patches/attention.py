@@ -24,6 +24,7 @@ def make_forward(fast, name):
     qk_site = fast.sites[f"{name}.qk_norm_split_rope"]
     rope_site = fast.sites[f"{name}.split_rope"]
     gate_site = fast.sites[f"{name}.head_gate"]
+    prepared_mask = _MaskPreparation()
 
     @functools.wraps(stock)
     def forward(
@@ -52,9 +53,7 @@ def make_forward(fast, name):
 
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         if attention_mask is not None:
-            batch, tokens, _ = source.shape
-            attention_mask = self.prepare_attention_mask(attention_mask, tokens, batch)
-            attention_mask = attention_mask.view(batch, self.heads, -1, attention_mask.shape[-1])
+            attention_mask = prepared_mask(self, attention_mask, source)
         gate_logits = None if self.to_gate_logits is None else self.to_gate_logits(hidden_states)
 
         perturbation_mask = kwargs.get("perturbation_mask")
@@ -77,9 +76,9 @@ def make_forward(fast, name):
             elif query_rotary_emb is not None:
                 query, key = rope_site(None, None, query, key, query_rotary_emb, key_rotary_emb)
             out = transformer_ltx2.dispatch_attention_fn(
-                query.unflatten(2, (self.heads, -1)),
-                key.unflatten(2, (self.heads, -1)),
-                value.unflatten(2, (self.heads, -1)),
+                _by_head(query, self.heads),
+                _by_head(key, self.heads),
+                _by_head(value, self.heads),
                 attn_mask=attention_mask,
                 dropout_p=0.0,
                 is_causal=False,
@@ -92,7 +91,34 @@ def make_forward(fast, name):
                 out = out.flatten(2, 3).to(query.dtype)
 
         if gate_logits is not None:
-            out = gate_site(out if out.ndim == 4 else out.unflatten(2, (self.heads, -1)), gate_logits)
+            out = gate_site(out if out.ndim == 4 else _by_head(out, self.heads), gate_logits)
         return self.to_out[1](self.to_out[0](out))
 
     return forward
+
+
+def _by_head(x, heads):
+    """[B, S, H·d] -> [B, S, H, d]"""
+    return x.view(*x.shape[:2], heads, -1)
+
+
+class _MaskPreparation:
+    """The host's mask preparation, done once for the layers that get the same mask instead of in each.
+
+    Only masks with one row for all queries are kept: a full one, repeated for every head, can be gigabytes.
+    """
+
+    def __init__(self):
+        self._last = (None, None, None)
+
+    def __call__(self, attention, mask, source):
+        key = None if mask.is_inference() else (mask._version, attention.heads, source.shape[:2])
+        kept, kept_key, prepared = self._last
+        if kept is mask and key is not None and kept_key == key:
+            return prepared
+        batch, tokens, _ = source.shape
+        prepared = attention.prepare_attention_mask(mask, tokens, batch)
+        prepared = prepared.view(batch, attention.heads, -1, prepared.shape[-1])
+        if prepared.shape[2] == 1:
+            self._last = (mask, key, prepared)
+        return prepared

@@ -108,9 +108,7 @@ def make_forward(fast):
                 rest = rest[2:]
             else:
                 shift, scale = _prompt_modulation(self, self.prompt_scale_shift_table, temb_prompt, video)
-                audio_shift, audio_scale = _prompt_modulation(
-                    self, self.audio_prompt_scale_shift_table, temb_prompt_audio, audio
-                )
+                audio_shift, audio_scale = _prompt_modulation(self, self.audio_prompt_scale_shift_table, temb_prompt_audio, audio)
             text = sites["text"](None, text, scale, shift)
             audio_text = sites["audio_text"](None, audio_text, audio_scale, audio_shift)
 

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import inspect
 
-from diffusers.models import normalization
+from diffusers.models import activations, normalization
 from diffusers.models.transformers import transformer_ltx2
 
 # First 16 digits of sha256 over `inspect.getsource`. diffusers 0.38.0 to 0.42.1.
@@ -19,6 +19,9 @@ KNOWN = {
     "LTX2Attention.forward": {"defe2a9bb6a171cf"},
     "LTX2VideoTransformerBlock.get_mod_params": {"493775244f201a41"},
     "LTX2VideoTransformerBlock.forward": {"423e907eb908ef50", "1dbdd9ab731b53b9"},
+    "LTX2AudioVideoRotaryPosEmbed.forward": {"6432e1c51dd6807a"},
+    "GELU.forward": {"a23bf6faca366d65", "538b05d6963a325c"},
+    "GELU.gelu": {"d203f2720ee05f35"},
     "RMSNorm.forward": {"fa91ca74b4badaaf", "ab9075d036873ac9"},
 }
 
@@ -32,6 +35,9 @@ def _methods():
         "LTX2AudioVideoAttnProcessor.__call__": transformer_ltx2.LTX2AudioVideoAttnProcessor.__call__,
         "LTX2PerturbedAttnProcessor.__call__": transformer_ltx2.LTX2PerturbedAttnProcessor.__call__,
         "apply_split_rotary_emb": transformer_ltx2.apply_split_rotary_emb,
+        "LTX2AudioVideoRotaryPosEmbed.forward": transformer_ltx2.LTX2AudioVideoRotaryPosEmbed.forward,
+        "GELU.forward": activations.GELU.forward,
+        "GELU.gelu": activations.GELU.gelu,
         "RMSNorm.forward": normalization.RMSNorm.forward,
     }
 

@@ -21,17 +21,15 @@ IMPLEMENTATIONS = ("cuda", "triton") if INSTALLED and not INTERPRETED else ("tri
 def launch(device: torch.device, kernel: str, parameters: tuple, blocks: int, threads: int, *args) -> None:
     """Launch the template `kernel` of the file of that name on the current stream of `device`, which must be current.
 
-    `parameters` are the template's: a torch dtype, ints and bools. `args` are tensors or None (as pointers), ints (as long long)
-    and floats (as double).
+    `parameters` are the template's: a torch dtype, ints and bools. `args` are ints (addresses, or long long) and floats (double).
     """
     run, config, function = _prepared(device, kernel, parameters, blocks, threads)
-    run(_stream(torch._C._cuda_getCurrentRawStream(device.index)), config, function, *map(_argument, args))
+    run(_stream(torch._C._cuda_getCurrentRawStream(device.index)), config, function, *args)
 
 
-def _argument(value):
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    return 0 if value is None else value
+def addresses(*tensors: torch.Tensor | None) -> list[int]:
+    """Where the tensors lie in memory; 0 for None."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 @functools.lru_cache(maxsize=4096)

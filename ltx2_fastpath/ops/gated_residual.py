@@ -11,18 +11,17 @@ Verified on  NVIDIA H200.
 """
 
 import torch
-import triton
-import triton.language as tl
 
-from .numerics import layout, on_device, random
+from .numerics import layout, random
 from .rms_norm_modulate import (
     CANDIDATES,
     launch_rows,
+    new_rows,
     norm_key,
     refusal_of_modulation,
     refusal_of_norm,
     refusal_of_rows,
-    strides,
+    refusal_of_width,
 )
 
 
@@ -35,25 +34,6 @@ def eager(norm, x, update, gate, *modulations):
     if not modulations:
         return hidden, normed
     return hidden, *(normed * (1 + scale) + shift for scale, shift in modulations)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _residual_kernel(
-    p_x, p_update, p_gate, p_out, tokens, x_batch, x_token, update_batch, update_token, gate_batch, gate_token,
-    D: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr,
-):  # fmt: skip
-    DTYPE: tl.constexpr = p_out.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    b = row // tokens
-    t = row % tokens
-    o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = o_d < D
-    b_x = tl.load(p_x + b * x_batch + t * x_token + o_d, mask=inside).to(tl.float32)
-    b_update = tl.load(p_update + b * update_batch + t * update_token + o_d, mask=inside).to(tl.float32)
-    if GATE:
-        b_gate = tl.load(p_gate + b * gate_batch + t * gate_token + o_d, mask=inside).to(tl.float32)
-        b_update = (b_update * b_gate).to(DTYPE).to(tl.float32)
-    tl.store(p_out + row * D + o_d, (b_x + b_update).to(DTYPE), mask=inside)
 
 
 def signature(norm, x, update, gate, *modulations):
@@ -69,6 +49,7 @@ def refusal(norm, x, update, gate, *modulations) -> str | None:
     if gate is not None:
         reason = reason or refusal_of_rows("gate", gate, x, broadcast=True)
     if norm is None:
+        reason = reason or refusal_of_width(x)
         return reason or ("modulations: need a norm" if modulations else None)
     reason = reason or refusal_of_norm(norm, x)
     if len(modulations) > 2:
@@ -90,36 +71,23 @@ def rehearsals(norm, x, update, gate, *modulations):
 
 def launch(candidate, norm, x, update, gate, *modulations):
     """Launch without checks; `refusal` must have returned None for this layout."""
-    if norm is None:
-        return _launch_residual(x, update, gate)
-    return _launch(candidate, x, update, gate, modulations, norm.eps)
-
-
-def _launch_residual(x, update, gate):
-    batch, tokens, width = x.shape
-    out = torch.empty((batch, tokens, width), dtype=x.dtype, device=x.device)
-    block = min(triton.next_power_of_2(width), 2048)
-    with on_device(x):
-        _residual_kernel[(batch * tokens, triton.cdiv(width, block))](
-            x, update, gate, out, tokens, *strides(x), *strides(update), *strides(gate),
-            D=width, BLOCK=block, GATE=gate is not None, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return out
+    return _launch(candidate, x, update, gate, modulations, None if norm is None else norm.eps)
 
 
 def _launch(candidate, x, update, gate, modulations, eps):
-    hidden, *outs = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(1 + max(1, len(modulations))))
+    hidden = new_rows(x)
+    outs = [] if eps is None else [new_rows(x) for _ in range(max(1, len(modulations)))]
     launch_rows(candidate, x, update, gate, hidden, modulations, outs, eps)
-    return hidden, *outs
+    return (hidden, *outs) if outs else hidden
 
 
 @torch.library.custom_op("ltx2_fastpath::gated_residual", mutates_args=())
-def _op(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    return _launch_residual(x, update, gate)
+def _op(implementation: str, order: int, x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    return _launch((implementation, order), x, update, gate, (), None)
 
 
 @_op.register_fake
-def _(x, update, gate):
+def _(implementation, order, x, update, gate):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -150,7 +118,7 @@ def gated_residual(norm, x, update, gate, *modulations, candidate=CANDIDATES[0])
         x, update: [B, S, D], bf16, fp16 or fp32, last dimension contiguous.
         gate: [B, 1, D] or [B, S, D], or None for a plain residual.
         modulations: up to two (scale, shift) pairs, [B, 1, D] or [B, S, D] each.
-        candidate: (implementation, order of the final warp sum), one of ``CANDIDATES``; without a norm it is not read.
+        candidate: (implementation, order of the final warp sum), one of ``CANDIDATES``.
 
     Returns:
         h alone where norm is None; else (h, normed) without modulations, or (h, out) or (h, out, out). New tensors [B, S, D].

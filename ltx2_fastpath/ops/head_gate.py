@@ -12,9 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from . import cuda
 from .numerics import DEVICE_TYPES, DTYPES, layout, on_device, random
 
-CANDIDATES = (None,)
+CANDIDATES = cuda.IMPLEMENTATIONS
 
 
 def eager(x, logits):
@@ -58,8 +59,12 @@ def refusal(x, logits) -> str | None:
         return f"logits: dtype {logits.dtype}, x: {x.dtype}; expected one of {', '.join(map(str, DTYPES))} for both"
     if x.device.type not in DEVICE_TYPES or logits.device != x.device:
         return f"logits: on {logits.device}, x: on {x.device}; expected one device of type {' or '.join(DEVICE_TYPES)}"
-    if x.stride(3) != 1 or logits.stride(2) != 1:
-        return f"x, logits: last dimensions must be contiguous, got strides {x.stride()} and {logits.stride()}"
+    if x.shape[3] % 4:
+        return f"x: head_dim {x.shape[3]} is not a multiple of 4"
+    if x.stride(3) != 1 or any(stride % 4 for stride in x.stride()[:3]) or x.data_ptr() % (4 * x.element_size()):
+        return f"x: heads must be contiguous and aligned to four elements, got strides {x.stride()}"
+    if logits.stride(2) != 1:
+        return f"logits: the last dimension must be contiguous, got strides {logits.stride()}"
     if x.numel() == 0:
         return "x: empty"
     return None
@@ -76,40 +81,41 @@ def rehearsals(x, logits):
     yield random(*values.shape, x.shape[3], dtype=x.dtype, device=x.device), values
 
 
-def launch(order, x, logits):
+def launch(implementation, x, logits):
     """Launch without checks; `refusal` must have returned None for this layout."""
-    return _launch(x, logits)
-
-
-def _launch(x, logits):
     batch, tokens, heads, head_dim = x.shape
     out = torch.empty((batch, tokens, heads * head_dim), dtype=x.dtype, device=x.device)
-    block_d = triton.next_power_of_2(head_dim)
-    block_h = min(triton.next_power_of_2(heads), max(1, 2048 // block_d))
+    sizes = (tokens, x.stride(0), x.stride(1), x.stride(2), logits.stride(0), logits.stride(1))
     with on_device(x):
-        _head_gate_kernel[(batch * tokens, triton.cdiv(heads, block_h))](
-            x, logits, out, tokens, x.stride(0), x.stride(1), x.stride(2), logits.stride(0), logits.stride(1),
-            HEADS=heads, HEAD_DIM=head_dim, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        if implementation == "cuda":
+            parameters = (x.dtype, heads, head_dim)
+            cuda.launch(x.device, "head_gate", parameters, batch * tokens, 256, *cuda.addresses(x, logits, out), *sizes)
+        else:
+            block_d = triton.next_power_of_2(head_dim)
+            block_h = min(triton.next_power_of_2(heads), max(1, 2048 // block_d))
+            _head_gate_kernel[(batch * tokens, triton.cdiv(heads, block_h))](
+                x, logits, out, *sizes, heads, head_dim, block_h, block_d, num_warps=4, enable_fp_fusion=False
+            )
     return out
 
 
 @torch.library.custom_op("ltx2_fastpath::head_gate", mutates_args=())
-def _op(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    return _launch(x, logits)
+def _op(implementation: str, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return launch(implementation, x, logits)
 
 
 @_op.register_fake
-def _(x, logits):
+def _(implementation, x, logits):
     return torch.empty((*x.shape[:2], x.shape[2] * x.shape[3]), dtype=x.dtype, device=x.device)
 
 
-def head_gate(x, logits):
+def head_gate(x, logits, *, implementation=CANDIDATES[0]):
     """``x * 2·sigmoid(logits)`` per head.
 
     Args:
         x: [B, S, H, d] attention output, bf16, fp16 or fp32, last dimension contiguous.
         logits: [B, S, H] of x's dtype and device.
+        implementation: "cuda" or "triton".
 
     Returns:
         A new contiguous tensor [B, S, H·d].
@@ -121,4 +127,4 @@ def head_gate(x, logits):
         return eager(x, logits)
     if reason := refusal(x, logits):
         raise ValueError(f"head_gate: {reason}")
-    return launch(None, x, logits)
+    return launch(implementation, x, logits)

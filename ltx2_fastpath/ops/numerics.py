@@ -25,14 +25,14 @@ WARP_ORDERS = (HALVES, PAIRS)
 
 def on_device(x: torch.Tensor):
     """A context in which `x`'s device is the current one; costs a comparison where it already is."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
+    if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
         return torch.cuda.device(x.device)
     return contextlib.nullcontext()
 
 
 def layout(x: torch.Tensor | None):
-    """What a kernel's fitness can depend on: the metadata of a tensor, hashable."""
-    return x if x is None else (x.dtype, x.shape, x.stride(), x.device)
+    """What a kernel's fitness can depend on: the metadata of a tensor and its alignment, hashable."""
+    return x if x is None else (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16)
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

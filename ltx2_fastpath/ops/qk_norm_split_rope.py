@@ -6,8 +6,9 @@ Formula      rstd = rsqrt(sum(x²) / D + eps) in fp32; n = round(weight · (rstd
 Order        aten's vectorised layer-norm kernel in its RMS form: 128 threads a row; thread t adds elements 4t…4t+3 of each chunk
              of 512 to one accumulator, with FMA, in order; shuffles by 16, 8, 4, 2, 1; then (w0 + w2) + (w1 + w3).
 Shapes       q [B, S_q, D], k [B, S_k, D], last dimension contiguous, D a multiple of 512, head_dim 64 or 128; weights [D]; cos
-             and sin [B, H, S, r] in fp32 with a contiguous last dimension and equal strides. Without tables (text
-             cross-attention) only the norm is computed; without norms only the rotation.
+             and sin [B, H, S, r] in fp32 with a contiguous last dimension and equal strides, or in compact form
+             (rope_tables.Rope). Without tables (text cross-attention) only the norm is computed; without norms only the
+             rotation.
 Dtypes       bf16, fp16, fp32; weights of the same dtype.
 Verified on  NVIDIA H200.
 
@@ -21,9 +22,11 @@ import triton.language as tl
 
 from . import cuda
 from .numerics import DEVICE_TYPES, DTYPES, HALVES, layout, on_device, quads, random, warp_sum
+from .rope_tables import Rope
 
 CHUNK = 512
 HEAD_DIMS = (64, 128)
+NO_ROPE, FULL = 0, 1  # how the CUDA kernel finds its tables; compact ones count their rows a token from here
 CANDIDATES = cuda.IMPLEMENTATIONS
 
 
@@ -90,21 +93,21 @@ def _rotate_row(
         tl.store(p_out + row * D + c * 512 + o_d, b_n)
 
 
-@triton.jit(do_not_specialize=["rows_q", "rows_k", "tokens_q", "tokens_k"])
+@triton.jit(do_not_specialize=["batch", "tokens_q", "tokens_k"])
 def _qk_norm_split_rope_kernel(
     p_q, p_k, p_weight_q, p_weight_k, p_out_q, p_out_k, p_cos_q, p_sin_q, p_cos_k, p_sin_k,
-    rows_q, rows_k, tokens_q, tokens_k, q_batch, q_token, k_batch, k_token,
+    batch, tokens_q, tokens_k, q_batch, q_token, k_batch, k_token,
     rope_q_batch, rope_q_head, rope_q_token, rope_k_batch, rope_k_head, rope_k_token, eps_q, eps_k,
     D: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     # Where q and k have as many rows they alternate, so that the k row finds the tables of its q row in L2.
-    is_k = row >= rows_q
-    index = row - rows_q
-    if rows_q == rows_k:
+    is_k = row >= batch * tokens_q
+    index = row - batch * tokens_q
+    if tokens_q == tokens_k:
         is_k = row % 2 == 1
         index = row // 2
-    elif row < rows_q:
+    elif row < batch * tokens_q:
         index = row
     if is_k:
         _rotate_row(
@@ -135,6 +138,14 @@ def norm_key(norm):
     return (norm.eps, layout(norm.weight)) if plain else None
 
 
+def _heads(rope) -> int:
+    return rope.compact.heads if isinstance(rope, Rope) else rope[0].shape[1]
+
+
+def _rows_a_token(rope) -> int:
+    return len(rope.compact.rows) if isinstance(rope, Rope) else 0
+
+
 def is_plain(norm, x) -> bool:
     """Whether `norm` can be read instead of called, for rows like `x`'s."""
     return norm_key(norm) is not None and norm.weight.device == x.device and norm.weight.dtype == x.dtype
@@ -142,8 +153,16 @@ def is_plain(norm, x) -> bool:
 
 def signature(norm_q, norm_k, q, k, rope_q, rope_k):
     norms = norm_q and (norm_key(norm_q), norm_key(norm_k))
-    ropes = rope_q and (layout(rope_q[0]), layout(rope_q[1]), layout(rope_k[0]), layout(rope_k[1]))
-    return layout(q), layout(k), norms, ropes
+    return layout(q), layout(k), norms, _rope_key(rope_q), _rope_key(rope_k), rope_q is rope_k
+
+
+def _rope_key(rope):
+    if rope is None:
+        return None
+    if isinstance(rope, Rope):
+        compact = rope.compact
+        return layout(compact.cos), compact.rows.shape, compact.heads
+    return layout(rope[0]), layout(rope[1])
 
 
 def _refusal_of_side(side, norm, x, rope, other) -> str | None:
@@ -169,6 +188,8 @@ def _refusal_of_side(side, norm, x, rope, other) -> str | None:
             return f"norm_{side}: weight is {norm.weight.dtype} on {norm.weight.device}, {side} {x.dtype} on {x.device}"
     if rope is None:
         return None
+    if isinstance(rope, Rope):
+        return _refusal_of_compact(side, x, rope.compact)
     cos, sin = rope
     for name, table in (("cos", cos), ("sin", sin)):
         if table.ndim != 4 or table.shape[0] != x.shape[0] or table.shape[2] != x.shape[1]:
@@ -184,61 +205,78 @@ def _refusal_of_side(side, norm, x, rope, other) -> str | None:
     return None
 
 
+def _refusal_of_compact(side, x, compact) -> str | None:
+    if compact.rows.shape[1:] != x.shape[:2] or compact.cos.shape[1] * 2 != x.shape[2]:
+        return (
+            f"rope_{side}: for {list(compact.rows.shape[1:])} tokens of {compact.cos.shape[1]} channels, {side} {list(x.shape)}"
+        )
+    if x.shape[2] // compact.heads not in HEAD_DIMS:
+        return f"rope_{side}: head_dim must be 64 or 128, got {x.shape[2] // compact.heads}"
+    if compact.cos.device != x.device:
+        return f"rope_{side}: on {compact.cos.device}, {side} on {x.device}"
+    return None
+
+
 def refusal(norm_q, norm_k, q, k, rope_q, rope_k) -> str | None:
     """Why neither kernel can take these arguments, naming one; None if they can. Reads metadata only."""
     if (norm_q is None) != (norm_k is None) or (rope_q is None) != (rope_k is None):
         return "norms and tables: give both or neither"
     if norm_q is None and rope_q is None:
         return "norms and tables: nothing to do"
-    if rope_q is not None and rope_q[0].shape[1:2] != rope_k[0].shape[1:2]:
-        return "cos_k: another number of heads than cos_q"
+    if rope_q is not None and _heads(rope_q) != _heads(rope_k):
+        return f"rope_k: {_heads(rope_k)} heads, rope_q {_heads(rope_q)}"
     return _refusal_of_side("q", norm_q, q, rope_q, k) or _refusal_of_side("k", norm_k, k, rope_k, q)
 
 
 def rehearsals(norm_q, norm_k, q, k, rope_q, rope_k):
     """Synthetic rows, enough to convict a wrong summation order, which a short live input may not."""
     x_q, x_k = random(2, 1, 4096, q.shape[2], dtype=q.dtype, device=q.device)
-
-    def tables(rope):
-        _, heads, _, half = rope[0].shape
-        angle = random(1, 4096, heads, half, dtype=torch.float32, device=q.device).transpose(1, 2)
-        return angle.cos(), angle.sin()
-
-    yield norm_q, norm_k, x_q, x_k, rope_q and tables(rope_q), rope_k and tables(rope_k)
+    rope = None
+    if rope_q is not None:
+        heads = _heads(rope_q)
+        angle = random(1, 4096, heads, q.shape[2] // heads // 2, dtype=torch.float32, device=q.device).transpose(1, 2)
+        rope = angle.cos(), angle.sin()
+    yield norm_q, norm_k, x_q, x_k, rope, rope
 
 
 def launch(implementation, norm_q, norm_k, q, k, rope_q, rope_k):
     """Launch without checks; `refusal` must have returned None for this layout."""
     weight_q, eps_q = (None, 0.0) if norm_q is None else (norm_q.weight, norm_q.eps)
     weight_k, eps_k = (None, 0.0) if norm_k is None else (norm_k.weight, norm_k.eps)
-    cos_q, sin_q = rope_q or (None, None)
-    cos_k, sin_k = rope_k or (None, None)
-    return _launch(implementation, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k)
+    if implementation == "cuda" and _rows_a_token(rope_q) == _rows_a_token(rope_k) > 0:
+        tables = (*rope_q.compact[:3], *rope_k.compact[:3])
+    else:
+        tables = (*(rope_q or (None, None)), None, *(rope_k or (None, None)), None)
+    head_dim = HEAD_DIMS[-1] if rope_q is None else q.shape[2] // _heads(rope_q)
+    return _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, rope_q is rope_k, eps_q, eps_k)
 
 
-def _launch(implementation, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k):
+def _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, same_tables, eps_q, eps_k):
+    cos_q, sin_q, table_rows_q, cos_k, sin_k, table_rows_k = tables
     (batch, tokens_q, width), tokens_k = q.shape, k.shape[1]
-    out_q = torch.empty((batch, tokens_q, width), dtype=q.dtype, device=q.device)
-    out_k = torch.empty((batch, tokens_k, width), dtype=q.dtype, device=q.device)
-    rows_q, rows_k = batch * tokens_q, batch * tokens_k
-    norm, rope = weight_q is not None, cos_q is not None
-    head_dim = 2 * cos_q.shape[3] if rope else HEAD_DIMS[-1]
+    out_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out_k = torch.empty_like(k, memory_format=torch.contiguous_format)
+    norm = weight_q is not None
+    strides = (0, 0, 0, 0, 0, 0)
+    if cos_q is not None and table_rows_q is None:
+        strides = (*cos_q.stride()[:3], *cos_k.stride()[:3])
     tensors = (q, k, weight_q, weight_k, out_q, out_k, cos_q, sin_q, cos_k, sin_k)
-    sizes = (
-        rows_q, rows_k, tokens_q, tokens_k, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        *(cos_q.stride()[:3] if rope else (0, 0, 0)), *(cos_k.stride()[:3] if rope else (0, 0, 0)),
-    )  # fmt: skip
+    sizes = (batch, tokens_q, tokens_k, q.stride(0), q.stride(1), k.stride(0), k.stride(1), *strides)
+    blocks = batch * (tokens_q + tokens_k)
     with on_device(q):
         if implementation == "cuda":
-            parameters = (q.dtype, width, head_dim, norm, rope)
+            kind = NO_ROPE if cos_q is None else FULL if table_rows_q is None else table_rows_q.shape[0] + FULL
+            paired = same_tables and kind != NO_ROPE and tokens_q == tokens_k
+            parameters = (q.dtype, width, head_dim, norm, kind, paired)
             cuda.launch(
-                q.device, "qk_norm_split_rope", parameters, rows_q + rows_k, 128, *tensors, *sizes, eps_q, eps_k
+                q.device, "qk_norm_split_rope", parameters, blocks // 2 if paired else blocks, 128,
+                *cuda.addresses(*tensors, table_rows_q, table_rows_k), *sizes, eps_q, eps_k,
             )  # fmt: skip
         else:
             # More warps make the split trees shuffle through shared memory: 25,000 µs at 8 against 115 at 4.
-            _qk_norm_split_rope_kernel[(rows_q + rows_k,)](
-                *tensors, *sizes, eps_q, eps_k,
-                D=width, HEAD_DIM=head_dim, NORM=norm, ROPE=rope, ORDER=HALVES, num_warps=4, enable_fp_fusion=False,
+            _qk_norm_split_rope_kernel[(blocks,)](
+                *tensors, *sizes, eps_q, eps_k, width, head_dim, norm, cos_q is not None, HALVES,
+                num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
     return out_q, out_k
 
@@ -254,14 +292,16 @@ def _op(
     sin_q: torch.Tensor | None,
     cos_k: torch.Tensor | None,
     sin_k: torch.Tensor | None,
+    head_dim: int,
     eps_q: float,
     eps_k: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch(implementation, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k)
+    tables = (cos_q, sin_q, None, cos_k, sin_k, None)
+    return _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, False, eps_q, eps_k)
 
 
 @_op.register_fake
-def _(implementation, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k):
+def _(implementation, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, head_dim, eps_q, eps_k):
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
 
 
@@ -271,7 +311,8 @@ def qk_norm_split_rope(norm_q, norm_k, q, k, rope_q=None, rope_k=None, *, implem
     Args:
         norm_q, norm_k: plain ``torch.nn.RMSNorm`` modules with weights [D], or None for the rotation alone.
         q, k: [B, S_q, D] and [B, S_k, D], bf16, fp16 or fp32; D a multiple of 512, last dimension contiguous.
-        rope_q, rope_k: (cos, sin), fp32 [B, H, S, r] each with any strides but a contiguous r of 32 or 64; or None.
+        rope_q, rope_k: (cos, sin), fp32 [B, H, S, r] each with any strides but a contiguous r of 32 or 64; a
+            ``rope_tables.Rope``; or None. Give the same object twice where q and k share their tables.
         implementation: "cuda" or "triton".
 
     Returns:

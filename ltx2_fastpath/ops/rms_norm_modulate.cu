@@ -17,8 +17,9 @@ __device__ void modulate(const void *scale, const void *shift, void *out, long l
     store<DTYPE>(out, index, n);
 }
 
+// Blocks per multiprocessor, measured at 14,080 rows of 4,096 in bf16: 5 gives 64 µs without an update (3: 70); 3 gives 118 with one (5: 167).
 template <int DTYPE, int D, bool UPDATE, bool GATE, bool NORM, int OUTPUTS, int ORDER>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128, DTYPE == FP32 ? 1 : UPDATE ? 3 : 5)
 rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, const void *__restrict__ gate,
                   void *__restrict__ hidden, const void *__restrict__ scale_0, const void *__restrict__ shift_0,
                   void *__restrict__ out_0, const void *__restrict__ scale_1, const void *__restrict__ shift_1,
@@ -31,6 +32,7 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
     const long long row = blockIdx.x * 4LL + threadIdx.x / 32;
     if (row >= rows) return;
     const long long b = row / tokens, t = row % tokens;
+    const unsigned zero = (unsigned)(rows >> 63);
     x = at<DTYPE>(x, b * x_batch + t * x_token);
 
     typename T::Raw raw[CHUNKS];
@@ -53,6 +55,7 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
 #pragma unroll
             for (int i = 0; i < 4; ++i) h.v[i] = h.v[i] + u.v[i];
             raw[c] = T::pack(h);
+            stay_packed(raw[c], zero);
             store<DTYPE>(hidden, c * 32 + lane, h);
         }
     }
@@ -75,13 +78,14 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
     const long long o_0 = b * mod_0_batch + t * mod_0_token, o_1 = b * mod_1_batch + t * mod_1_token;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
+        if (NORM) stay_packed(raw[c], zero);
         Quad n = T::unpack(raw[c]);
         if (NORM) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) n.v[i] = n.v[i] * rstd;
             n = rounded<DTYPE>(n);
         }
-        if (OUTPUTS == 0) store<DTYPE>(at<DTYPE>(out_0, row * D), c * 32 + lane, n);
+        if (NORM && OUTPUTS == 0) store<DTYPE>(at<DTYPE>(out_0, row * D), c * 32 + lane, n);
         if (OUTPUTS > 0)
             modulate<DTYPE>(at<DTYPE>(scale_0, o_0), at<DTYPE>(shift_0, o_0), at<DTYPE>(out_0, row * D), c * 32 + lane, n);
         if (OUTPUTS > 1)

@@ -10,8 +10,9 @@ Shapes       x [B, S, D] with D a multiple of 128, last dimension contiguous; sc
 Dtypes       bf16, fp16, fp32, the same for all three.
 Verified on  NVIDIA H200.
 
-With ``norm=None`` only the modulation is computed (the prompts of LTX-2.3's text cross-attention). The kernel also serves gated_residual.py: with an update it first forms h = round(x + round(update · gate)), stores h, and
-normalises that; and it can write two differently modulated outputs of one norm.
+With ``norm=None`` only the modulation is computed (the prompts of LTX-2.3's text cross-attention). The kernels also serve
+gated_residual.py: with an update they first form h = round(x + round(update · gate)), store h, and normalise that; and they can
+write two differently modulated outputs of one norm.
 """
 
 import torch
@@ -45,7 +46,7 @@ def _rms_norm_modulate_kernel(
     mod_0_batch, mod_0_token, mod_1_batch, mod_1_token, eps,
     D: tl.constexpr, UPDATE: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, OUTPUTS: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    DTYPE: tl.constexpr = p_out_0.dtype.element_ty
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     b = row // tokens
     t = row % tokens
@@ -74,6 +75,8 @@ def _rms_norm_modulate_kernel(
         a_0, a_1, a_2, a_3 = quads(b_sum, 1, 32)
         rstd = tl.rsqrt(warp_sum(((a_0 + a_1) + a_2) + a_3, 1, ORDER) * (1.0 / D) + eps)
 
+    if not NORM and OUTPUTS == 0:
+        return
     o_0 = b * mod_0_batch + t * mod_0_token + o_d
     o_1 = b * mod_1_batch + t * mod_1_token + o_d
     if UPDATE:
@@ -97,21 +100,26 @@ def launch_rows(candidate, x, update, gate, hidden, modulations, outs, eps):
     implementation, order = candidate
     batch, tokens, width = x.shape
     (scale_0, shift_0), (scale_1, shift_1) = (*modulations, (None, None), (None, None))[:2]
-    out_0, out_1 = (*outs, None)[:2]
+    out_0, out_1 = (*outs, None, None)[:2]
     tensors = (x, update, gate, hidden, scale_0, shift_0, out_0, scale_1, shift_1, out_1)
-    steps = tuple(step for tensor in (x, update, gate, scale_0, scale_1) for step in strides(tensor))
+    steps = (*strides(x), *strides(update), *strides(gate), *strides(scale_0), *strides(scale_1))
     switches = (update is not None, gate is not None, eps is not None, len(modulations), order)
     with on_device(x):
         if implementation == "cuda":
             rows = batch * tokens
             cuda.launch(
                 x.device, "rms_norm_modulate", (x.dtype, width, *switches), -(-rows // 4), 128,
-                *tensors, rows, tokens, *steps, eps or 0.0,
+                *cuda.addresses(*tensors), rows, tokens, *steps, eps or 0.0,
             )  # fmt: skip
         else:
             _rms_norm_modulate_kernel[(batch * tokens,)](
                 *tensors, tokens, *steps, eps or 0.0, width, *switches, num_warps=1, enable_fp_fusion=False
             )  # fmt: skip
+
+
+def new_rows(x: torch.Tensor) -> torch.Tensor:
+    """An uninitialised contiguous tensor of x's shape and dtype (a third of `torch.empty`'s host time)."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def strides(x: torch.Tensor | None) -> tuple[int, int]:
@@ -149,8 +157,8 @@ def refusal_of_rows(name: str, x: torch.Tensor, like: torch.Tensor | None = None
     shapes = [like.shape, (like.shape[0], 1, like.shape[2])] if broadcast else [like.shape]
     if x.shape not in shapes:
         return f"{name}: shape {list(x.shape)}, expected {' or '.join(str(list(s)) for s in shapes)}"
-    if x.stride(2) != 1:
-        return f"{name}: the last dimension must be contiguous, got strides {x.stride()}"
+    if x.stride(2) != 1 or x.stride(0) % 4 or x.stride(1) % 4 or x.data_ptr() % (4 * x.element_size()):
+        return f"{name}: rows must be contiguous and aligned to four elements, got strides {x.stride()}"
     if x.numel() == 0:
         return f"{name}: empty"
     return None
@@ -160,10 +168,17 @@ def refusal_of_norm(norm, x: torch.Tensor) -> str | None:
     """Why the reduction over the rows of `x` cannot be reproduced; None if it can."""
     if norm_key(norm) is None:
         return "norm: not a plain RMSNorm without weights or hooks, so it is called"
-    if x.shape[2] % CHUNK:
-        return f"x: width {x.shape[2]} is not a multiple of {CHUNK}"
+    if reason := refusal_of_width(x):
+        return reason
     if x.shape[0] * x.shape[1] < 16:
         return f"x: {x.shape[0] * x.shape[1]} rows; under 16 rows torch reduces in another order"
+    return None
+
+
+def refusal_of_width(x: torch.Tensor) -> str | None:
+    """Why rows of x's width and alignment cannot be read four elements at a time; None if they can."""
+    if x.shape[2] % CHUNK:
+        return f"x: width {x.shape[2]} is not a multiple of {CHUNK}"
     return None
 
 
@@ -182,9 +197,8 @@ def signature(norm, x, scale, shift):
 
 def refusal(norm, x, scale, shift) -> str | None:
     """Why the kernel cannot take these arguments, naming one; None if it can. Reads metadata only."""
-    reason = refusal_of_rows("x", x) or (norm and refusal_of_norm(norm, x))
-    if norm is None and x.ndim == 3 and x.shape[2] % CHUNK:
-        reason = reason or f"x: width {x.shape[2]} is not a multiple of {CHUNK}"
+    reason = refusal_of_rows("x", x)
+    reason = reason or (refusal_of_width(x) if norm is None else refusal_of_norm(norm, x))
     return reason or refusal_of_modulation("", x, scale, shift)
 
 
@@ -200,7 +214,7 @@ def launch(candidate, norm, x, scale, shift):
 
 
 def _launch(candidate, x, scale, shift, eps):
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = new_rows(x)
     launch_rows(candidate, x, None, None, None, [(scale, shift)], [out], eps)
     return out
 

@@ -1,0 +1,80 @@
+"""The rotary embeddings' forward: compact tables, kept while the coordinates stay the same.
+
+The host rebuilds four embeddings in every forward although they depend on coordinates only, which do not change between passes
+and steps. Coordinates are recognised by storage and version counter, and where that says nothing by their values.
+"""
+
+import functools
+
+import torch
+
+from ltx2_fastpath.ops.rope_tables import Rope, compact_tables
+
+from .host import transformer_ltx2
+
+ROPES = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
+# Two batch sizes (CFG and the passes beside it) of two requests.
+_KEPT = 4
+
+
+def make_forward(fast, name):
+    """The replacement forward for the embedding called `name`."""
+    stock = transformer_ltx2.LTX2AudioVideoRotaryPosEmbed.forward
+    tables = fast.sites[f"{name}.tables"]
+
+    @functools.wraps(stock)
+    def forward(self, coords, device=None):
+        reason = fast.why_not(coords)
+        if reason is None and self.rope_type != "split":
+            reason = f"rope_type is {self.rope_type!r}"
+        elif reason is None and device is not None and torch.device(device) != coords.device:
+            reason = "the coordinates are on another device"
+        elif reason is None and fast.is_compiled():
+            reason = "the blocks are compiled and take plain tensors"
+        if reason is not None:
+            fast.count_stock(name, reason)
+            return stock(self, coords, device)
+        compact = tables.find(coords, lambda at: stock(self, at))
+        return stock(self, coords, device) if compact is None else Rope(compact)
+
+    return forward
+
+
+class TableCache:
+    """The compact tables of the last few coordinates that one embedding was given.
+
+    Attributes:
+        site: its name in reports; fast, stock: calls answered from here, calls that computed tables; notes: what they were.
+    """
+
+    def __init__(self, site: str):
+        self.site = site
+        self.fast = 0
+        self.stock = 0
+        self.notes: list[str] = []
+        self._entries: list = []
+
+    def find(self, coords, embed):
+        """The tables for `coords`, made by the host's `embed` if need be; None where coordinates do not repeat enough."""
+        key = None
+        if not coords.is_inference():
+            key = (coords.data_ptr(), coords.shape, coords.stride(), coords.dtype, coords.device, coords._version)
+        for entry in self._entries:
+            if key is not None and entry[0] == key:
+                self.fast += 1
+                return entry[2]
+        if coords.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.stock += 1
+            return None
+        for _, kept, compact in self._entries:
+            if kept.shape == coords.shape and kept.device == coords.device and torch.equal(kept, coords):
+                self.fast += 1
+                return compact
+        compact = compact_tables(coords, embed)
+        self.stock += 1
+        tokens = coords.shape[0] * coords.shape[2]
+        rows = "do not repeat enough" if compact is None else f"are {len(compact.cos)} table rows, bit-equal to the host's"
+        self.notes = [f"{tokens} tokens {rows}"]
+        # The entry keeps the coordinates alive, so that their address cannot come to mean others; a copy is what is compared.
+        self._entries = [(key, coords.clone() if key is None else coords, compact), *self._entries[: _KEPT - 1]]
+        return compact
