@@ -33,7 +33,7 @@ def _head_gate_kernel(
     row = tl.program_id(0).to(tl.int64)
     b = row // tokens
     t = row % tokens
-    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_h = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     o_d = tl.arange(0, BLOCK_D)
     inside = (o_h < HEADS)[:, None] & (o_d < HEAD_DIM)[None, :]
     b_logit = tl.load(p_logits + b * logits_batch + t * logits_token + o_h, mask=o_h < HEADS).to(tl.float32)

@@ -82,7 +82,7 @@ def _rotate_row(
         if ROPE:
             b_pair = tl.permute(tl.reshape(b_n.to(tl.float32), (HEADS, 2, HALF)), (0, 2, 1))
             first, second = tl.split(b_pair)
-            o_rope = (c * HEADS + tl.arange(0, HEADS))[:, None] * rope_head + tl.arange(0, HALF)[None, :]
+            o_rope = (c * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None] * rope_head + tl.arange(0, HALF)[None, :]
             o_rope += b * rope_batch + s * rope_token
             b_cos = tl.load(p_cos + o_rope)
             b_sin = tl.load(p_sin + o_rope)
