@@ -13,17 +13,18 @@ if not torch.cuda.is_available():
 
 import collections
 import importlib
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ltx2_fastpath.bench import models
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-OPS = ("ada_values", "gated_residual", "head_gate", "qk_norm_split_rope", "rms_norm_modulate")
 
 
 def pytest_configure(config):
@@ -92,13 +93,23 @@ def normal():
 
 class NoComputation(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        raise AssertionError(f"{function} was called where only metadata may be read")
+        if any(isinstance(value, torch.Tensor) for value in tree_leaves((args, kwargs))):
+            raise AssertionError(f"{function} was called where only metadata may be read")
+        return function(*args, **(kwargs or {}))  # arithmetic on dtypes
 
 
 @pytest.fixture
 def no_computation():
     """A context in which no tensor can be computed, copied or read."""
     return NoComputation()
+
+
+def ops() -> dict:
+    """The fused operations by name: the modules of ltx2_fastpath.ops that have kernels to choose from."""
+    package = importlib.import_module("ltx2_fastpath.ops")
+    names = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    modules = {name: importlib.import_module(f"ltx2_fastpath.ops.{name}") for name in names}
+    return {name: module for name, module in modules.items() if hasattr(module, "CANDIDATES")}
 
 
 @pytest.fixture
@@ -116,8 +127,7 @@ def stand_ins(monkeypatch):
 
         return launch
 
-    for name in OPS:
-        op = importlib.import_module(f"ltx2_fastpath.ops.{name}")
+    for name, op in ops().items():
         monkeypatch.setattr(op, "launch", stand_in(name, op))
         monkeypatch.setattr(op, "rehearsals", lambda *args: ())
     return launches
@@ -126,8 +136,8 @@ def stand_ins(monkeypatch):
 @pytest.fixture
 def any_width(monkeypatch):
     """No op refuses anything: with `stand_ins`, models too narrow for the kernels take the fast path."""
-    for name in OPS:
-        monkeypatch.setattr(importlib.import_module(f"ltx2_fastpath.ops.{name}"), "refusal", lambda *args: None)
+    for op in ops().values():
+        monkeypatch.setattr(op, "refusal", lambda *args: None)
 
 
 @pytest.fixture
@@ -145,3 +155,21 @@ def run_python(tmp_path):
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def far_apart(tmp_path):
+    """far_apart(rows, width): normal fp16 values [rows, width] whose rows lie 2^30 elements apart, in the middle of 8 GiB.
+
+    The memory is a sparse file, of which only the pages that are touched exist. It begins 2^31 elements before the first
+    row, so that an offset that wrapped around would read zeros from it instead of crashing the tests.
+    """
+
+    def make(rows: int, width: int) -> torch.Tensor:
+        size = 2**31 + 2**30 * (rows - 1) + width
+        storage = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.float16)
+        tensor = storage.as_strided((rows, width), (2**30, 1), 2**31)
+        tensor.copy_(torch.randn(rows, width, generator=torch.Generator().manual_seed(0)))
+        return tensor
+
+    return make
