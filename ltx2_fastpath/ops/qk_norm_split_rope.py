@@ -166,8 +166,6 @@ def _rope_key(rope):
 
 
 def _refusal_of_side(side, norm, x, rope, other) -> str | None:
-    if x.ndim != 3:
-        return f"{side}: expected rank 3 [B, S, D], got {list(x.shape)}"
     if x.dtype not in DTYPES or x.dtype != other.dtype:
         return f"{side}: dtype {x.dtype}; expected one of {', '.join(map(str, DTYPES))}, the same for q and k"
     if x.device.type not in DEVICE_TYPES or x.device != other.device:
@@ -223,9 +221,13 @@ def refusal(norm_q, norm_k, q, k, rope_q, rope_k) -> str | None:
         return "norms and tables: give both or neither"
     if norm_q is None and rope_q is None:
         return "norms and tables: nothing to do"
-    if rope_q is not None and _heads(rope_q) != _heads(rope_k):
+    for side, x in (("q", q), ("k", k)):
+        if x.ndim != 3:
+            return f"{side}: expected rank 3 [B, S, D], got {list(x.shape)}"
+    reason = _refusal_of_side("q", norm_q, q, rope_q, k) or _refusal_of_side("k", norm_k, k, rope_k, q)
+    if reason is None and rope_q is not None and _heads(rope_q) != _heads(rope_k):
         return f"rope_k: {_heads(rope_k)} heads, rope_q {_heads(rope_q)}"
-    return _refusal_of_side("q", norm_q, q, rope_q, k) or _refusal_of_side("k", norm_k, k, rope_k, q)
+    return reason
 
 
 def rehearsals(norm_q, norm_k, q, k, rope_q, rope_k):
