@@ -112,12 +112,8 @@ def ops() -> dict:
     return {name: module for name, module in modules.items() if hasattr(module, "CANDIDATES")}
 
 
-@pytest.fixture
-def stand_ins(monkeypatch):
-    """Kernels replaced by the eager chain of their op, and counted: {name of the op: launches}. Nothing is rehearsed.
-
-    So a whole patched forward takes milliseconds. Real refusals still apply, see `any_width`.
-    """
+def replace_kernels(monkeypatch) -> collections.Counter:
+    """What `stand_ins` does, for callers with a monkeypatch of their own."""
     launches = collections.Counter()
 
     def stand_in(name, op):
@@ -133,11 +129,25 @@ def stand_ins(monkeypatch):
     return launches
 
 
+def refuse_nothing(monkeypatch) -> None:
+    """What `any_width` does, for callers with a monkeypatch of their own."""
+    for op in ops().values():
+        monkeypatch.setattr(op, "refusal", lambda *args: None)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Kernels replaced by the eager chain of their op, and counted: {name of the op: launches}. Nothing is rehearsed.
+
+    So a whole patched forward takes milliseconds. Real refusals still apply, see `any_width`.
+    """
+    return replace_kernels(monkeypatch)
+
+
 @pytest.fixture
 def any_width(monkeypatch):
     """No op refuses anything: with `stand_ins`, models too narrow for the kernels take the fast path."""
-    for op in ops().values():
-        monkeypatch.setattr(op, "refusal", lambda *args: None)
+    refuse_nothing(monkeypatch)
 
 
 @pytest.fixture
@@ -159,17 +169,17 @@ def run_python(tmp_path):
 
 @pytest.fixture
 def far_apart(tmp_path):
-    """far_apart(rows, width): normal fp16 values [rows, width] whose rows lie 2^30 elements apart, in the middle of 8 GiB.
+    """far_apart(rows, width): normal values [rows, width] whose rows lie up to 2^31 elements apart, all in 2^31 and more.
 
     The memory is a sparse file, of which only the pages that are touched exist. It begins 2^31 elements before the first
     row, so that an offset that wrapped around would read zeros from it instead of crashing the tests.
     """
 
-    def make(rows: int, width: int) -> torch.Tensor:
-        size = 2**31 + 2**30 * (rows - 1) + width
-        storage = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.float16)
-        tensor = storage.as_strided((rows, width), (2**30, 1), 2**31)
-        tensor.copy_(torch.randn(rows, width, generator=torch.Generator().manual_seed(0)))
-        return tensor
+    def make(rows: int, width: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        step = 2**31 // (rows - 1) // 64 * 64 + 64
+        size = 2**31 + step * (rows - 1) + width
+        storage = torch.from_file(str(tmp_path / f"sparse-{rows}-{width}"), shared=True, size=size, dtype=dtype)
+        tensor = storage.as_strided((rows, width), (step, 1), 2**31)
+        return tensor.copy_(torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).half())
 
     return make
