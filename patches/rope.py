@@ -62,12 +62,13 @@ class TableCache:
         for entry in self._entries:
             if key is not None and entry[0] == key:
                 self.fast += 1
-                return entry[2]
+                return entry[-1]
         if coords.is_cuda and torch.cuda.is_current_stream_capturing():
             self.stock += 1
             return None
-        for _, kept, compact in self._entries:
-            if kept.shape == coords.shape and kept.device == coords.device and torch.equal(kept, coords):
+        for *_, kept, compact in self._entries:
+            alike = (kept.shape, kept.dtype, kept.device) == (coords.shape, coords.dtype, coords.device)
+            if alike and torch.equal(kept, coords):
                 self.fast += 1
                 return compact
         compact = compact_tables(coords, embed)
@@ -75,6 +76,7 @@ class TableCache:
         tokens = coords.shape[0] * coords.shape[2]
         rows = "do not repeat enough" if compact is None else f"are {len(compact.cos)} table rows, bit-equal to the host's"
         self.notes = [f"{tokens} tokens {rows}"]
-        # The entry keeps the coordinates alive, so that their address cannot come to mean others; a copy is what is compared.
-        self._entries = [(key, coords.clone() if key is None else coords, compact), *self._entries[: _KEPT - 1]]
+        # The entry keeps the coordinates alive, so that their address cannot come to mean others; a copy, which nobody changes in
+        # place, is what is compared.
+        self._entries = [(key, coords, coords.clone(), compact), *self._entries[: _KEPT - 1]]
         return compact
