@@ -92,6 +92,16 @@ class FastPath:
         """Whether the blocks were compiled one by one (`compile_repeated_blocks`)."""
         return any(block._compiled_call_impl is not None for block in self._transformer().transformer_blocks[:1])
 
+    @property
+    def covers_all_blocks(self) -> bool:
+        """Whether every block's forward was replaced, so that a block can be handed what only ours understands."""
+        blocks = len(self._transformer().transformer_blocks)
+        return blocks > 0 and all(f"transformer_blocks.{i}" in self._patches for i in range(blocks))
+
+    def blocks_take_rows(self) -> bool:
+        """Whether every block understands `IndexedRows`."""
+        return self.covers_all_blocks and not self.is_compiled()
+
     def count_stock(self, place: str, reason: str) -> None:
         """Note for the report that a patched forward took the stock path."""
         if not torch.compiler.is_compiling():

@@ -2,12 +2,17 @@
 
 from .first_sight import FirstSight
 from .ops import ada_values, gated_residual, gelu, head_gate, qk_norm_split_rope, rms_norm_modulate
-from .patches import ATTENTIONS, FEED_FORWARDS, ROPES
+from .patches import ADA_EMBEDDINGS, ATTENTIONS, FEED_FORWARDS, ROPES
+from .patches.ada_embedding import DistinctTimesteps
+from .patches.model import PrefixReuse
 from .patches.rope import TableCache
 
 
-def build_sites(warned: set) -> dict[str, FirstSight | TableCache]:
-    """A fresh `FirstSight` for each site; `warned` is shared between them so that one cause is told once."""
+def build_sites(warned: set) -> dict:
+    """A fresh state for each site by name; each counts its `fast` and `stock` calls and has `notes`.
+
+    `warned` is shared between the ops' sites so that one cause is told once.
+    """
     ops = {"ada_values": ada_values}
     for stream, cross_norm in (("", "audio_to_video_norm"), ("audio_", "video_to_audio_norm")):
         ops |= {
@@ -27,4 +32,6 @@ def build_sites(warned: set) -> dict[str, FirstSight | TableCache]:
         }
     ops |= {f"{name}.gelu": gelu for name in FEED_FORWARDS}
     sites = {site: FirstSight(site, op, warned) for site, op in ops.items()}
-    return sites | {f"{name}.tables": TableCache(f"{name}.tables") for name in ROPES}
+    sites |= {f"{name}.tables": TableCache(f"{name}.tables") for name in ROPES}
+    sites |= {f"{name}.distinct": DistinctTimesteps(f"{name}.distinct") for name in ADA_EMBEDDINGS}
+    return sites | {"guidance.prefix": PrefixReuse("guidance.prefix")}

@@ -1,10 +1,13 @@
 """All that knows diffusers' internals: which forwards are replaced, by what, and how they are put back."""
 
+from .ada_embedding import ADA_EMBEDDINGS
+from .ada_embedding import make_forward as make_ada_embedding_forward
 from .attention import ATTENTIONS
 from .attention import make_forward as make_attention_forward
 from .block import make_forward as make_block_forward
 from .feed_forward import make_forward as make_gelu_forward
 from .host import activations, transformer_ltx2
+from .model import make_forward as make_model_forward
 from .patch import Patch
 from .rope import ROPES
 from .rope import make_forward as make_rope_forward
@@ -21,6 +24,9 @@ def build(fast, transformer) -> dict[str, Patch]:
         if type(module) is host_class:
             patches[name] = Patch(module, host_class.forward, forward)
 
+    patch("transformer", transformer, host.LTX2VideoTransformer3DModel, make_model_forward(fast))
+    for name in ADA_EMBEDDINGS:
+        patch(name, getattr(transformer, name, None), host.LTX2AdaLayerNormSingle, make_ada_embedding_forward(fast, name))
     for name in ROPES:
         patch(name, getattr(transformer, name, None), host.LTX2AudioVideoRotaryPosEmbed, make_rope_forward(fast, name))
     block_forward = make_block_forward(fast)

@@ -6,6 +6,8 @@ launches; here that is one op. A residual is therefore not added where the stock
 
 import functools
 
+from ltx2_fastpath.ops.numerics import full
+
 from .host import transformer_ltx2
 
 
@@ -13,6 +15,7 @@ def make_forward(fast):
     """The replacement forward for the blocks of one transformer; its sites are `fast.sites`."""
     stock = transformer_ltx2.LTX2VideoTransformerBlock.forward
     sites = fast.sites
+    prefix = sites["guidance.prefix"]
 
     @functools.wraps(stock)
     def forward(
@@ -44,9 +47,16 @@ def make_forward(fast):
         perturbation_mask=None,
         all_perturbed=None,
     ):
+        if (current := prefix.current()) is not None:
+            skipped, hidden_states, audio_hidden_states = current.at_block(hidden_states, audio_hidden_states)
+            if skipped:
+                return hidden_states, audio_hidden_states
         reason = fast.why_not(hidden_states) or fast.why_not(audio_hidden_states)
         if reason is not None:
             fast.count_stock("block", reason)
+            temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, temb_ca_audio_gate = map(
+                full, (temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, temb_ca_audio_gate)
+            )
             return stock(
                 self, hidden_states, audio_hidden_states, encoder_hidden_states, audio_encoder_hidden_states, temb, temb_audio,
                 temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, temb_ca_audio_gate, temb_prompt, temb_prompt_audio,

@@ -6,6 +6,7 @@ accelerate and diffusers both wrap ``module.forward`` in hooks and keep the forw
 forward, wherever it is kept, and `undo` looks for the replacement wherever hooks have moved it since.
 """
 
+import functools
 import types
 from dataclasses import dataclass, field
 
@@ -19,6 +20,15 @@ def _slots(module):
     for reference in getattr(registry, "_fn_refs", ()):
         namespaces += [(vars(reference), "forward"), (vars(reference), "original_forward")]
     return [(namespace, key) for namespace, key in namespaces if key in namespace]
+
+
+def _memories(module):
+    """Every (namespace, key) in which the hooks' wrappers remember what they wrapped; nothing that they call."""
+    for namespace, key in _slots(module):
+        wrapper = namespace[key]
+        while isinstance(wrapper, functools.partial) and "__wrapped__" in vars(wrapper):
+            yield vars(wrapper), "__wrapped__"
+            wrapper = wrapper.__wrapped__
 
 
 def _is_bound(value, function, module) -> bool:
@@ -51,7 +61,7 @@ class Patch:
 
     def undo(self) -> None:
         """Put back what was there; a no-op where the replacement is no longer in place."""
-        for namespace, key in _slots(self.owner):
+        for namespace, key in (*_slots(self.owner), *_memories(self.owner)):
             if not _is_bound(namespace[key], self.replacement, self.owner):
                 continue
             if self.original is MISSING and namespace is vars(self.owner) and key == "forward":

@@ -4,15 +4,15 @@ Formula      h = round(x + round(update · gate)), or round(x + update) without 
              of rms_norm_modulate.py on h: none modulated (LTX-2.0's text cross-attention), one, or two from one norm (the
              a2v/v2a site).
 Order        that of rms_norm_modulate.py.
-Shapes       x, update [B, S, D], last dimension contiguous; gate, scale, shift [B, 1, D] or [B, S, D]. Neither x nor update is
-             written to: caches such as PAB keep them.
+Shapes       x, update [B, S, D], last dimension contiguous; gate, scale, shift [B, 1, D], [B, S, D] or IndexedRows.
+             Neither x nor update is written to: caches such as PAB keep them.
 Dtypes       bf16, fp16, fp32, the same for all.
 Verified on  NVIDIA H200.
 """
 
 import torch
 
-from .numerics import layout, random
+from .numerics import full, layout, random
 from .rms_norm_modulate import (
     CANDIDATES,
     launch_rows,
@@ -27,13 +27,13 @@ from .rms_norm_modulate import (
 
 def eager(norm, x, update, gate, *modulations):
     """The host's arithmetic. Returns (h, out, ...), or h alone where `norm` is None."""
-    hidden = x + (update if gate is None else update * gate)
+    hidden = x + (update if gate is None else update * full(gate))
     if norm is None:
         return hidden
     normed = norm(hidden)
     if not modulations:
         return hidden, normed
-    return hidden, *(normed * (1 + scale) + shift for scale, shift in modulations)
+    return hidden, *(normed * (1 + full(scale)) + full(shift) for scale, shift in modulations)
 
 
 def signature(norm, x, update, gate, *modulations):

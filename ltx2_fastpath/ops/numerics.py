@@ -6,6 +6,7 @@ taken. Rounding is a plain ``.to(dtype)`` at each point where eager stores a ten
 """
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,9 +31,29 @@ def on_device(x: torch.Tensor):
     return contextlib.nullcontext()
 
 
-def layout(x: torch.Tensor | None):
+class IndexedRows(NamedTuple):
+    """A tensor [B, S, D] of which few rows are distinct: values [n, D] and, for each token, its row: index int32 [B, S]."""
+
+    values: torch.Tensor
+    index: torch.Tensor
+
+    def full(self) -> torch.Tensor:
+        """The tensor itself, [B, S, D]."""
+        return self.values[self.index]
+
+
+def full(x):
+    """`x` as a tensor."""
+    return x.full() if isinstance(x, IndexedRows) else x
+
+
+def layout(x: torch.Tensor | IndexedRows | None):
     """What a kernel's fitness can depend on: the metadata of a tensor and its alignment, hashable."""
-    return x if x is None else (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16)
+    if x is None:
+        return None
+    if isinstance(x, IndexedRows):
+        return layout(x.values), layout(x.index)
+    return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(128, DTYPE == FP32 ? 1 : UPDATE ? 3 : 5)
 rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, const void *__restrict__ gate,
                   void *__restrict__ hidden, const void *__restrict__ scale_0, const void *__restrict__ shift_0,
                   void *__restrict__ out_0, const void *__restrict__ scale_1, const void *__restrict__ shift_1,
-                  void *__restrict__ out_1, long long rows, long long tokens, long long x_batch, long long x_token,
+                  void *__restrict__ out_1, const int *__restrict__ gate_index, const int *__restrict__ mod_0_index,
+                  const int *__restrict__ mod_1_index, long long rows, long long tokens, long long x_batch, long long x_token,
                   long long update_batch, long long update_token, long long gate_batch, long long gate_token,
                   long long mod_0_batch, long long mod_0_token, long long mod_1_batch, long long mod_1_token, double eps) {
     typedef Dtype<DTYPE> T;
@@ -41,7 +42,7 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
 
     if (UPDATE) {
         update = at<DTYPE>(update, b * update_batch + t * update_token);
-        gate = at<DTYPE>(gate, b * gate_batch + t * gate_token);
+        gate = at<DTYPE>(gate, gate_index ? gate_index[row] * gate_token : b * gate_batch + t * gate_token);
         hidden = at<DTYPE>(hidden, row * D);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
@@ -75,7 +76,8 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
         rstd = rsqrtf(sum * (1.0f / D) + (float)eps);
     }
 
-    const long long o_0 = b * mod_0_batch + t * mod_0_token, o_1 = b * mod_1_batch + t * mod_1_token;
+    const long long o_0 = mod_0_index ? mod_0_index[row] * mod_0_token : b * mod_0_batch + t * mod_0_token;
+    const long long o_1 = mod_1_index ? mod_1_index[row] * mod_1_token : b * mod_1_batch + t * mod_1_token;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (NORM) stay_packed(raw[c], zero);

@@ -6,7 +6,7 @@ Order        torch's generic reduction at 16 rows or more: one warp a row, chunk
              each chunk to four accumulators of its own, chunk after chunk; ((a0 + a1) + a2) + a3; then over the 32 lanes by
              halves or by pairs (numerics.WARP_ORDERS). Under 16 rows torch picks other block widths: refused.
 Shapes       x [B, S, D] with D a multiple of 128, last dimension contiguous; scale and shift [B, 1, D] (row modulation) or
-             [B, S, D] (per-token), with equal strides.
+             [B, S, D] (per-token), with equal strides, or a per-token one as numerics.IndexedRows.
 Dtypes       bf16, fp16, fp32, the same for all three.
 Verified on  NVIDIA H200.
 
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from . import cuda
-from .numerics import DEVICE_TYPES, DTYPES, WARP_ORDERS, layout, on_device, quads, random, warp_sum
+from .numerics import DEVICE_TYPES, DTYPES, WARP_ORDERS, IndexedRows, full, layout, on_device, quads, random, warp_sum
 
 CANDIDATES = tuple((implementation, order) for implementation in cuda.IMPLEMENTATIONS for order in WARP_ORDERS)
 CHUNK = 128
@@ -28,7 +28,15 @@ CHUNK = 128
 
 def eager(norm, x, scale, shift):
     """The host's arithmetic around its own norm module (None: the modulation alone)."""
-    return (x if norm is None else norm(x)) * (1 + scale) + shift
+    return (x if norm is None else norm(x)) * (1 + full(scale)) + full(shift)
+
+
+@triton.jit
+def _row(p_index, row, b, t, batch_stride, token_stride):
+    offset = b * batch_stride + t * token_stride
+    if p_index is not None:
+        offset = tl.load(p_index + row).to(tl.int64) * token_stride
+    return offset
 
 
 @triton.jit
@@ -42,7 +50,7 @@ def _modulated(b_n, p_scale, p_shift, p_out, DTYPE: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def _rms_norm_modulate_kernel(
     p_x, p_update, p_gate, p_hidden, p_scale_0, p_shift_0, p_out_0, p_scale_1, p_shift_1, p_out_1,
-    tokens, x_batch, x_token, update_batch, update_token, gate_batch, gate_token,
+    p_gate_index, p_mod_0_index, p_mod_1_index, tokens, x_batch, x_token, update_batch, update_token, gate_batch, gate_token,
     mod_0_batch, mod_0_token, mod_1_batch, mod_1_token, eps,
     D: tl.constexpr, UPDATE: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, OUTPUTS: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +64,7 @@ def _rms_norm_modulate_kernel(
         p_update += b * update_batch + t * update_token + o_d
         p_hidden += row * D + o_d
     if GATE:
-        p_gate += b * gate_batch + t * gate_token + o_d
+        p_gate += _row(p_gate_index, row, b, t, gate_batch, gate_token) + o_d
 
     b_sum = tl.zeros((128,), tl.float32)
     if UPDATE or NORM:
@@ -77,8 +85,8 @@ def _rms_norm_modulate_kernel(
 
     if not NORM and OUTPUTS == 0:
         return
-    o_0 = b * mod_0_batch + t * mod_0_token + o_d
-    o_1 = b * mod_1_batch + t * mod_1_token + o_d
+    o_0 = _row(p_mod_0_index, row, b, t, mod_0_batch, mod_0_token) + o_d
+    o_1 = _row(p_mod_1_index, row, b, t, mod_1_batch, mod_1_token) + o_d
     if UPDATE:
         p_x = p_hidden
         tl.debug_barrier()
@@ -101,8 +109,12 @@ def launch_rows(candidate, x, update, gate, hidden, modulations, outs, eps):
     batch, tokens, width = x.shape
     (scale_0, shift_0), (scale_1, shift_1) = (*modulations, (None, None), (None, None))[:2]
     out_0, out_1 = (*outs, None, None)[:2]
-    tensors = (x, update, gate, hidden, scale_0, shift_0, out_0, scale_1, shift_1, out_1)
     steps = (*strides(x), *strides(update), *strides(gate), *strides(scale_0), *strides(scale_1))
+    indices = [row.index if isinstance(row, IndexedRows) else None for row in (gate, scale_0, scale_1)]
+    gate, scale_0, shift_0, scale_1, shift_1 = (
+        row.values if isinstance(row, IndexedRows) else row for row in (gate, scale_0, shift_0, scale_1, shift_1)
+    )
+    tensors = (x, update, gate, hidden, scale_0, shift_0, out_0, scale_1, shift_1, out_1, *indices)
     switches = (update is not None, gate is not None, eps is not None, len(modulations), order)
     with on_device(x):
         if implementation == "cuda":
@@ -122,10 +134,12 @@ def new_rows(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def strides(x: torch.Tensor | None) -> tuple[int, int]:
+def strides(x: torch.Tensor | IndexedRows | None) -> tuple[int, int]:
     """The strides from batch row to batch row and from token to token; 0 where one row serves all tokens."""
     if x is None:
         return 0, 0
+    if isinstance(x, IndexedRows):
+        return 0, x.values.stride(0)
     return x.stride(0), x.stride(1) if x.shape[1] > 1 else 0
 
 
@@ -148,6 +162,8 @@ def norm_key(norm):
 def refusal_of_rows(name: str, x: torch.Tensor, like: torch.Tensor | None = None, *, broadcast: bool = False) -> str | None:
     """Why `x` cannot be read as rows [B, S, D] (or, with `broadcast`, as [B, 1, D] too) beside `like`; None if it can."""
     like = x if like is None else like
+    if broadcast and isinstance(x, IndexedRows):
+        return _refusal_of_indexed(name, x, like)
     if x.ndim != 3:
         return f"{name}: expected rank 3, got {list(x.shape)}"
     if x.dtype != like.dtype or x.dtype not in DTYPES:
@@ -161,6 +177,19 @@ def refusal_of_rows(name: str, x: torch.Tensor, like: torch.Tensor | None = None
         return f"{name}: rows must be contiguous and aligned to four elements, got strides {x.stride()}"
     if x.numel() == 0:
         return f"{name}: empty"
+    return None
+
+
+def _refusal_of_indexed(name: str, x: IndexedRows, like: torch.Tensor) -> str | None:
+    if x.index.shape != like.shape[:2] or x.index.dtype != torch.int32 or not x.index.is_contiguous():
+        return f"{name}: index {x.index.dtype} {list(x.index.shape)}, expected contiguous int32 {list(like.shape[:2])}"
+    if x.index.device != like.device:
+        return f"{name}: index on {x.index.device}, expected {like.device}"
+    values = x.values
+    if values.ndim != 2 or values.shape[1] != like.shape[2] or values.dtype != like.dtype or values.device != like.device:
+        return f"{name}: values {values.dtype} {list(values.shape)}, expected {like.dtype} [n, {like.shape[2]}] on {like.device}"
+    if values.stride(1) != 1 or values.stride(0) % 4 or values.data_ptr() % (4 * values.element_size()):
+        return f"{name}: value rows must be contiguous and aligned to four elements, got strides {values.stride()}"
     return None
 
 
@@ -186,6 +215,12 @@ def refusal_of_modulation(suffix: str, x: torch.Tensor, scale: torch.Tensor, shi
     """Why `scale` and `shift` cannot modulate the rows of `x`; None if they can."""
     reason = refusal_of_rows(f"scale{suffix}", scale, x, broadcast=True)
     reason = reason or refusal_of_rows(f"shift{suffix}", shift, x, broadcast=True)
+    if reason is None and isinstance(scale, IndexedRows) != isinstance(shift, IndexedRows):
+        return f"shift{suffix}: indexed rows, or not, as scale{suffix}"
+    if reason is None and isinstance(scale, IndexedRows):
+        if scale.index is not shift.index:
+            return f"shift{suffix}: its index must be scale{suffix}'s"
+        scale, shift = scale.values, shift.values
     if reason is None and (scale.shape != shift.shape or scale.stride() != shift.stride()):
         return f"shift{suffix}: shape and strides must be scale{suffix}'s"
     return reason
@@ -237,7 +272,7 @@ def rms_norm_modulate(norm, x, scale, shift, *, candidate=CANDIDATES[0]):
     Args:
         norm: a diffusers ``RMSNorm`` without weight, of which only eps is read; or None for the modulation alone.
         x: [B, S, D], bf16, fp16 or fp32; at least 16 rows, D a multiple of 128, last dimension contiguous.
-        scale, shift: [B, 1, D] or [B, S, D], of x's dtype and device, with equal strides.
+        scale, shift: [B, 1, D], [B, S, D] or IndexedRows, of x's dtype and device, with equal strides.
         candidate: (implementation, order of the final warp sum), one of ``CANDIDATES``.
 
     Returns:

@@ -1,0 +1,273 @@
+"""The transformer's forward: guidance prefix reuse.
+
+LTX-2.3's default call makes three forwards a step. The STG pass (spatio-temporal guidance) differs from the positive row of the
+CFG pass from its first perturbed block on, and only there. So the hidden states that enter that block in the CFG pass are kept,
+and an STG pass whose inputs are, by value, those of one row of the CFG pass starts at that block.
+
+It is off until a request has shown that it makes STG passes, until the prefix was run both ways at these shapes and gave the same
+bits, and wherever something watches the blocks that would be skipped.
+"""
+
+import functools
+import inspect
+import threading
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from .host import transformer_ltx2
+
+# Arguments that only tell what is perturbed, or how the result is wrapped.
+_IGNORED = {"spatio_temporal_guidance_blocks", "perturbation_mask", "return_dict"}
+_FORGET_AFTER = 2  # passes kept in vain, after which nothing is kept any more
+
+
+def make_forward(fast):
+    """The replacement forward of the transformer."""
+    stock = transformer_ltx2.LTX2VideoTransformer3DModel.forward
+    signature = inspect.signature(stock)
+    prefix = fast.sites["guidance.prefix"]
+
+    @functools.wraps(stock)
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return stock(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        arguments.pop("self")
+        with prefix.passing(fast, self, arguments):
+            return stock(self, *args, **kwargs)
+
+    return forward
+
+
+class _Pass:
+    """One forward on its way through the blocks; `at_block` is called by every block, in turn."""
+
+    def __init__(self, at: int):
+        self.at = at
+        self.next = 0
+
+    def at_block(self, video, audio):
+        """(whether to skip this block, its video input, its audio input)"""
+        index = self.next
+        self.next += 1
+        if index == self.at:
+            video, audio = self.arrive(video, audio)
+        return self.skips and index < self.at, video, audio
+
+    skips = False
+
+    def arrive(self, video, audio):
+        """Called at block `at` with what enters it; returns what shall enter it."""
+        raise NotImplementedError
+
+
+class _Keep(_Pass):
+    """A pass whose states may serve a later one: keeps what enters block `at`."""
+
+    def __init__(self, at, arguments, state):
+        super().__init__(at)
+        self.arguments = arguments
+        self.state = state
+        self.video = self.audio = None
+
+    def arrive(self, video, audio):
+        self.video, self.audio = video, audio
+        return video, audio
+
+
+class _Check(_Pass):
+    """An STG pass that runs in full and is compared, at block `at`, with the kept rows it would have started from."""
+
+    def __init__(self, at, video, audio, verdict):
+        super().__init__(at)
+        self.kept = video, audio
+        self.verdict = verdict
+
+    def arrive(self, video, audio):
+        self.verdict(torch.equal(video, self.kept[0]) and torch.equal(audio, self.kept[1]))
+        return video, audio
+
+
+class _Reuse(_Pass):
+    """An STG pass that starts at block `at` with the kept rows."""
+
+    skips = True
+
+    def __init__(self, at, video, audio):
+        super().__init__(at)
+        self.kept = video, audio
+
+    def arrive(self, video, audio):
+        return self.kept
+
+
+class _Current(threading.local):
+    value = None
+
+
+class PrefixReuse:
+    """What is kept between the passes of a step, and which shapes were verified.
+
+    Attributes:
+        site: its name in reports; fast: STG passes that started at the first perturbed block; stock: those that ran in full;
+        notes: why, or how it was verified.
+    """
+
+    def __init__(self, site: str):
+        self.site = site
+        self.fast = 0
+        self.stock = 0
+        self._notes: set[str] = set()
+        self._verified: dict = {}
+        self._at = None  # the first perturbed block of the STG passes seen
+        self._in_vain = 0
+        self._kept = None
+        self._current = _Current()
+
+    @property
+    def notes(self) -> list[str]:
+        return sorted(self._notes)
+
+    def current(self):
+        """The pass that this thread is in, or None."""
+        return self._current.value
+
+    def passing(self, fast, transformer, arguments):
+        """A context for one forward: decides what its blocks do and remembers what it leaves."""
+        return _Passing(self, self._plan(fast, transformer, arguments))
+
+    def _plan(self, fast, transformer, arguments):
+        stg_blocks = arguments.get("spatio_temporal_guidance_blocks")
+        if arguments.get("isolate_modalities") or (not stg_blocks and self._at is None):
+            return None
+        if fast.why_not(arguments["hidden_states"]) is not None:
+            return None
+        reason = _why_watched(fast, transformer)
+        if reason is not None:
+            self._kept = None
+            if stg_blocks:
+                self.stock += 1
+                self._notes.add(reason)
+            return None
+        if not stg_blocks:
+            return self._plan_keep(transformer, arguments)
+        return self._plan_stg(transformer, arguments, min(stg_blocks))
+
+    def _plan_keep(self, transformer, arguments):
+        self._in_vain = self._in_vain + 1 if self._kept is not None else 0
+        self._kept = None
+        if self._in_vain >= _FORGET_AFTER:
+            self._at, self._in_vain = None, 0
+            return None
+        return _Keep(self._at, arguments, _adapters(transformer))
+
+    def _plan_stg(self, transformer, arguments, at):
+        kept, self._kept = self._kept, None
+        if at != self._at:
+            self._at, kept = at, None
+        self._in_vain = 0
+        if kept is None or at == 0:
+            self.stock += 1
+            return None
+        chunk = None if kept.state != _adapters(transformer) else _equal_chunk(kept.arguments, arguments)
+        if chunk is None:
+            self.stock += 1
+            self._notes.add("the inputs were not those of a row of the pass before")
+            return None
+        rows = arguments["hidden_states"].shape[0]
+        video, audio = (state[chunk * rows : (chunk + 1) * rows] for state in (kept.video, kept.audio))
+        signature = (at, chunk, kept.video.shape, kept.audio.shape, kept.video.dtype, rows, _layout(arguments))
+        if self._verified.get(signature):
+            self.fast += 1
+            return _Reuse(at, video, audio)
+        self.stock += 1
+        if signature in self._verified:
+            return None
+
+        def verdict(equal):
+            self._verified[signature] = equal
+            how = "bit-equal both ways" if equal else "not bit-equal, so not reused"
+            self._notes.add(f"blocks 0 to {at - 1} at {list(kept.video.shape)}: {how}")
+
+        return _Check(at, video, audio, verdict)
+
+
+class _Passing:
+    def __init__(self, prefix, plan):
+        self.prefix = prefix
+        self.plan = plan
+
+    def __enter__(self):
+        self.outer = self.prefix._current.value
+        self.prefix._current.value = self.plan
+
+    def __exit__(self, error_type, error, traceback):
+        self.prefix._current.value = self.outer
+        if isinstance(self.plan, _Keep) and self.plan.video is not None and error_type is None:
+            self.prefix._kept = self.plan
+
+
+def _equal_chunk(kept: dict, arguments: dict) -> int | None:
+    """Which rows of the kept pass had, by value, the inputs of this one: chunk j is rows [j·b, (j+1)·b). One synchronisation."""
+    rows = arguments["hidden_states"].shape[0]
+    kept_rows = kept["hidden_states"].shape[0]
+    if kept_rows % rows or kept.keys() != arguments.keys():
+        return None
+    flags = []
+    for name in arguments.keys() - _IGNORED:
+        before, now = kept[name], arguments[name]
+        if not isinstance(now, torch.Tensor):
+            if not _same_value(before, now):
+                return None
+            continue
+        if not isinstance(before, torch.Tensor) or before.dtype != now.dtype or before.device != now.device:
+            return None
+        if before.shape[:1] != (kept_rows,) or now.shape != (rows, *before.shape[1:]):
+            return None
+        chunks = before.unflatten(0, (-1, rows)) == now
+        flags.append(chunks.flatten(1).all(1).to(arguments["hidden_states"].device))
+    equal = torch.stack(flags).all(0).tolist()
+    # The positive prompt comes last.
+    return next((chunk for chunk in reversed(range(len(equal))) if equal[chunk]), None)
+
+
+def _same_value(a, b) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except RuntimeError:  # tensors inside; they are not looked into
+        return False
+
+
+def _layout(arguments: dict) -> tuple:
+    return tuple((name, value.shape, value.dtype) for name, value in sorted(arguments.items()) if isinstance(value, torch.Tensor))
+
+
+def _adapters(transformer) -> tuple:
+    """What of LoRA and fused weights can change between two passes, read off the first block's first projection."""
+    projection = transformer.transformer_blocks[0].attn1.to_q
+    weight = getattr(projection, "weight", None)
+    version = None if weight is None or weight.is_inference() else (weight.data_ptr(), weight._version)
+    scaling = tuple(sorted(getattr(projection, "scaling", {}).items()))
+    active = tuple(getattr(projection, "active_adapters", ()))
+    return type(projection), version, scaling, active, getattr(projection, "disable_adapters", False)
+
+
+def _why_watched(fast, transformer) -> str | None:
+    """Why blocks must not be skipped: something may be watching them."""
+    if fast.is_compiled():
+        return "the blocks are compiled"
+    if not fast.covers_all_blocks:
+        return "not all blocks are patched"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "global module hooks are set"
+    for module in transformer.transformer_blocks.modules():
+        if module._forward_hooks or module._forward_pre_hooks or "_diffusers_hook" in vars(module) or "_hf_hook" in vars(module):
+            return "hooks watch the blocks"
+    if transformer.training:
+        return "the transformer is in training mode"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    return None
