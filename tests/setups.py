@@ -1,0 +1,167 @@
+"""The ways in which people set up a pipeline, by real calls of accelerate, diffusers and peft that work on a CPU.
+
+Also what the tests of living together compare: the outputs of a denoising step, and the anatomy of a transformer, which is
+everything that hooks and patches leave in its modules.
+"""
+
+import contextlib
+import functools
+import types
+
+import accelerate
+import torch
+from diffusers import LTX2Pipeline, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+
+from ltx2_fastpath.bench import models
+
+CPU = torch.device("cpu")
+SMALL = dict(height=64, width=96, num_frames=9, text_tokens=16)
+ATTENTION_PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+class CpuPipeline(LTX2Pipeline):
+    """An LTX2Pipeline whose offloads take the CPU for the accelerator, so that the same hooks wrap the same forwards.
+
+    diffusers refuses to offload without an accelerator, and names the device "cpu:0", for which accelerate 1.15 turns parameters
+    into plain tensors. The calls below are those that diffusers makes, with the device spelled "cpu".
+    """
+
+    def enable_sequential_cpu_offload(self, gpu_id=None, device=None):
+        self._maybe_raise_error_if_group_offload_active(raise_error=True)
+        self.remove_all_hooks()
+        for component in self.components.values():
+            if isinstance(component, torch.nn.Module):
+                accelerate.cpu_offload(component, "cpu", offload_buffers=len(component._parameters) > 0)
+
+    def enable_model_cpu_offload(self, gpu_id=None, device=None):
+        super().enable_model_cpu_offload(device="cpu")
+
+
+def pipeline_of(transformer) -> CpuPipeline:
+    """A pipeline whose only component is `transformer`: enough to offload, to load adapters, and to remove hooks."""
+    names = ("scheduler", "vae", "audio_vae", "text_encoder", "tokenizer", "connectors", "vocoder")
+    return CpuPipeline(**dict.fromkeys(names), transformer=transformer)
+
+
+def step(transformer, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """One denoising step as the pipelines run it: without gradients, in a cache context. -> (video, audio)"""
+    kwargs = models.inputs(transformer, **SMALL | options, device="cpu", dtype=dtype_of(transformer))
+    return run(transformer, **kwargs)
+
+
+def run(transformer, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    """`transformer(**kwargs)` without gradients, in a cache context."""
+    with torch.no_grad(), transformer.cache_context("cond_uncond"):
+        return transformer(**kwargs)
+
+
+def dtype_of(transformer) -> torch.dtype:
+    """The dtype that activations have: that of a parameter that no layerwise casting reaches."""
+    return transformer.transformer_blocks[0].scale_shift_table.dtype
+
+
+def generate(pipe, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """The video and audio latents that a whole tiny pipeline makes."""
+    options = models.TINY_CALL | options
+    output = pipe(**options, generator=torch.Generator().manual_seed(0), output_type="latent")
+    return output.frames, output.audio
+
+
+def equal(a, b) -> bool:
+    """Whether two outputs (video, audio) hold the same bits; any NaN equals any NaN."""
+    return len(a) == len(b) and all(map(equal_bits, a, b))
+
+
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.isnan(), b.isnan()):
+        return False
+    a, b = a.nan_to_num(0.0, float("inf"), -float("inf")), b.nan_to_num(0.0, float("inf"), -float("inf"))
+    return torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
+
+
+def lora(version="2.3", *, num_layers=2, seed=1, rank=4, targets=ATTENTION_PROJECTIONS, **options) -> dict[str, torch.Tensor]:
+    """A LoRA for `pipe.load_lora_weights`, as a file would hold it; every weight random, so that it shows in the outputs."""
+    source = models.tiny_transformer(version, num_layers=num_layers)
+    source.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=list(targets), **options))
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"transformer.{name}": torch.randn(weight.shape, generator=generator) * 0.2
+        for name, weight in get_peft_model_state_dict(source).items()
+    }
+
+
+def pab() -> PyramidAttentionBroadcastConfig:
+    """Pyramid attention broadcast that reuses every attention's output in every second step."""
+    return PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(0, 1000),
+        current_timestep_callback=lambda: 500,
+    )
+
+
+def taylorseer(**options) -> TaylorSeerCacheConfig:
+    """TaylorSeer that predicts every second step from the second on."""
+    options = dict(cache_interval=2, disable_cache_before_step=1, taylor_factors_dtype=torch.float32) | options
+    return TaylorSeerCacheConfig(**options)
+
+
+@contextlib.contextmanager
+def attention_backend_of_its_own():
+    """`set_attention_backend` also sets the default of the whole process; within this context only."""
+    backend = _AttentionBackendRegistry._active_backend
+    try:
+        yield
+    finally:
+        _AttentionBackendRegistry.set_active_backend(backend)
+
+
+def anatomy(transformer) -> dict[str, dict]:
+    """What hooks and patches have left in every module: the names in its ``__dict__``, the forwards wherever they are kept,
+    its processor, and where its tensors are.
+
+    Two transformers with equal anatomies were set up alike. A plain bound method of the class's own forward in ``__dict__``,
+    which removed hooks leave behind, counts as none.
+    """
+    return {name: _anatomy_of(module) for name, module in transformer.named_modules()}
+
+
+def _anatomy_of(module) -> dict:
+    found = {"class": type(module), "names": set(vars(module)) - {"forward"}}
+    for name in ("forward", "_old_forward"):
+        found[name] = _chain(vars(module).get(name), module)
+    for name, hook in getattr(vars(module).get("_diffusers_hook"), "hooks", {}).items():
+        reference = hook.fn_ref
+        found[f"hook {name}"] = _chain(reference.forward, module), _chain(reference.original_forward, module)
+    processor = vars(module).get("processor")
+    if processor is not None:
+        found["processor"] = type(processor), processor._attention_backend
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    found["tensors"] = {name: (type(tensor), tensor.dtype, tensor.device) for name, tensor in tensors}
+    return found
+
+
+def _chain(forward, module) -> tuple:
+    """What a call of `forward` runs, from the outside in, as far as wrappers tell; the class's own forward is left out."""
+    chain = []
+    while forward is not None:
+        if isinstance(forward, types.MethodType) and forward.__func__ is getattr(type(forward.__self__), "forward", None):
+            if forward.__self__ is not module:
+                chain.append("a forward of another module")
+            break
+        function = forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", forward)
+        chain.append(f"{function.__module__}.{function.__qualname__} in {function.__code__.co_filename.rsplit('/', 2)[-2:]}")
+        forward = vars(forward).get("__wrapped__") if isinstance(forward, functools.partial) else None
+    return tuple(chain)
+
+
+def differences(a: dict[str, dict], b: dict[str, dict]) -> list[str]:
+    """Where two anatomies differ, for assertion messages; empty if they are equal."""
+    return [
+        f"{name}: {key}: {a.get(name, {}).get(key)} != {b.get(name, {}).get(key)}"
+        for name in sorted(a.keys() | b.keys())
+        for key in sorted(a.get(name, {}).keys() | b.get(name, {}).keys())
+        if a.get(name, {}).get(key) != b.get(name, {}).get(key)
+    ]
