@@ -8,9 +8,7 @@ forward, wherever it is kept, and `undo` looks for the replacement wherever hook
 
 import functools
 import types
-from dataclasses import dataclass, field
-
-MISSING = object()
+import weakref
 
 
 def _slots(module):
@@ -35,38 +33,40 @@ def _is_bound(value, function, module) -> bool:
     return isinstance(value, types.MethodType) and value.__func__ is function and value.__self__ is module
 
 
-@dataclass
 class Patch:
     """Replace `stock`, the forward of `owner`'s class, by the function `replacement` for this one instance.
 
-    Raises:
-        LookupError: from `apply`, if something that is neither stock nor a known hook has replaced the forward.
+    A patch does not keep `owner`, nor a method bound to it: whoever holds the patches must not hold the model with them.
     """
 
-    owner: object
-    stock: types.FunctionType
-    replacement: types.FunctionType
-    original: object = field(default=MISSING, init=False)
+    def __init__(self, owner: object, stock: types.FunctionType, replacement: types.FunctionType):
+        self._owner = weakref.ref(owner)
+        self.stock = stock
+        self.replacement = replacement
+        self._was_held = False
 
     def apply(self) -> None:
-        held = [(namespace, key) for namespace, key in _slots(self.owner) if _is_bound(namespace[key], self.stock, self.owner)]
+        """Raises LookupError if something that is neither stock nor a known hook has replaced the forward."""
+        owner = self._owner()
+        held = [(namespace, key) for namespace, key in _slots(owner) if _is_bound(namespace[key], self.stock, owner)]
         if held:
             namespace, key = held[-1]
-            self.original = namespace[key]
-        elif not _slots(self.owner):
-            namespace, key = vars(self.owner), "forward"
+            self._was_held = True
+        elif not _slots(owner):
+            namespace, key = vars(owner), "forward"
         else:
             raise LookupError("its forward was replaced by something else")
-        namespace[key] = types.MethodType(self.replacement, self.owner)
+        namespace[key] = types.MethodType(self.replacement, owner)
 
     def undo(self) -> None:
-        """Put back what was there; a no-op where the replacement is no longer in place."""
-        for namespace, key in (*_slots(self.owner), *_memories(self.owner)):
-            if not _is_bound(namespace[key], self.replacement, self.owner):
+        """Put back what was there; a no-op where the replacement, or its owner, is no longer in place."""
+        owner = self._owner()
+        if owner is None:
+            return
+        for namespace, key in (*_slots(owner), *_memories(owner)):
+            if not _is_bound(namespace[key], self.replacement, owner):
                 continue
-            if self.original is MISSING and namespace is vars(self.owner) and key == "forward":
+            if namespace is vars(owner) and key == "forward" and not self._was_held:
                 del namespace[key]
-            elif self.original is MISSING:
-                namespace[key] = types.MethodType(self.stock, self.owner)
             else:
-                namespace[key] = self.original
+                namespace[key] = types.MethodType(self.stock, owner)
