@@ -7,7 +7,9 @@ The configurations are those of the published diffusers checkpoints (Lightricks/
 Lightricks/LTX-2.5-Diffusers), as diffusers' own conversion script writes them.
 """
 
+import copy
 import inspect
+from typing import NamedTuple
 
 import torch
 from diffusers import (
@@ -107,6 +109,28 @@ TINY_CALL = dict(
 )
 
 
+class Clip(NamedTuple):
+    """The size of a video: pixels, multiples of 32, and frames, one more than a multiple of 8. Written 512x768x121."""
+
+    height: int
+    width: int
+    num_frames: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Clip":
+        """Raises ValueError if `text` is not a clip that LTX-2 can make."""
+        try:
+            clip = cls(*map(int, text.split("x")))
+        except (TypeError, ValueError):
+            raise ValueError(f"expected HEIGHTxWIDTHxFRAMES, got {text!r}") from None
+        if min(clip) < 1 or clip.height % 32 or clip.width % 32 or clip.num_frames % 8 != 1:
+            raise ValueError(f"height and width must be multiples of 32 and frames 8n + 1, got {text!r}")
+        return clip
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width}x{self.num_frames}"
+
+
 def build_transformer(
     version: str,
     *,
@@ -143,6 +167,33 @@ def tiny_transformer(
     return _random_transformer(config, torch.device("cpu"), dtype, seed)
 
 
+def outline(version: str) -> LTX2VideoTransformer3DModel:
+    """A full-width transformer of one layer on the meta device: sizes and rotary embeddings without memory.
+
+    Raises ValueError if `version` is not a key of `CONFIGS`.
+    """
+    with torch.device("meta"):
+        return LTX2VideoTransformer3DModel(**_config(version) | dict(num_layers=1))
+
+
+def twin(transformer: LTX2VideoTransformer3DModel) -> LTX2VideoTransformer3DModel:
+    """A second instance over the same parameters, to compile or patch on its own. Make it before patching the first."""
+    return copy.deepcopy(transformer, {id(parameter): parameter for parameter in transformer.parameters()})
+
+
+def latent_sizes(config, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
+    """Latent frames, rows and columns of a clip at 24 frames a second, and its audio tokens.
+
+    Raises ValueError for a height or width (pixels) that is no multiple of the VAE's spatial factor, 32.
+    """
+    temporal, spatial, _ = config.vae_scale_factors
+    if height % spatial or width % spatial:
+        raise ValueError(f"height and width must be multiples of {spatial}, got {height} and {width}")
+    latents_per_second = config.audio_sampling_rate / config.audio_hop_length / config.audio_scale_factor
+    audio_tokens = round(num_frames / FRAME_RATE * latents_per_second)
+    return (num_frames - 1) // temporal + 1, height // spatial, width // spatial, audio_tokens
+
+
 def inputs(
     transformer: LTX2VideoTransformer3DModel,
     *,
@@ -175,17 +226,11 @@ def inputs(
     config = transformer.config
     device = torch.device(device) if device is not None else transformer.device
     dtype = dtype if dtype is not None else transformer.dtype
-    temporal, spatial, _ = config.vae_scale_factors
-    if height % spatial or width % spatial:
-        raise ValueError(f"height and width must be multiples of {spatial}, got {height} and {width}")
+    latent_frames, latent_height, latent_width, audio_tokens = latent_sizes(config, height, width, num_frames)
     if guidance not in ("cfg", "stg", "isolated"):
         raise ValueError(f"guidance must be 'cfg', 'stg' or 'isolated', got {guidance!r}")
 
-    latent_frames = (num_frames - 1) // temporal + 1
-    latent_height, latent_width = height // spatial, width // spatial
     video_tokens = latent_frames * latent_height * latent_width
-    latents_per_second = config.audio_sampling_rate / config.audio_hop_length / config.audio_scale_factor
-    audio_tokens = round(num_frames / FRAME_RATE * latents_per_second)
     if config.use_prompt_embeddings:
         text_width = audio_text_width = config.caption_channels
     else:
@@ -239,9 +284,7 @@ def inputs(
     )
 
 
-def tiny_pipeline(
-    version: str = "2.3", pipeline_class: type | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0
-):
+def tiny_pipeline(version: str = "2.3", pipeline_class: type | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0):
     """A real `pipeline_class` (default `LTX2Pipeline`) on the CPU whose every component is real, tiny and random.
 
     Text encoder (Gemma 3 for every version), tokenizer (characters), connectors, transformer (`tiny_transformer`),
@@ -314,9 +357,7 @@ def _config(version: str) -> dict:
     return dict(CONFIGS[version])
 
 
-def _random_transformer(
-    config: dict, device: torch.device, dtype: torch.dtype, seed: int
-) -> LTX2VideoTransformer3DModel:
+def _random_transformer(config: dict, device: torch.device, dtype: torch.dtype, seed: int) -> LTX2VideoTransformer3DModel:
     with torch.device("meta"):
         transformer = LTX2VideoTransformer3DModel(**config)
     transformer = _cast(transformer, dtype).to_empty(device=device)
@@ -356,9 +397,7 @@ def _tiny_tokenizer() -> GemmaTokenizer:
 def _tiny_text_encoder(vocab_size: int, hidden_size: int) -> Gemma3ForConditionalGeneration:
     width = dict(hidden_size=hidden_size, intermediate_size=32, num_attention_heads=2)
     config = Gemma3Config(
-        text_config=dict(
-            vocab_size=vocab_size, num_hidden_layers=2, num_key_value_heads=1, head_dim=hidden_size // 2, **width
-        ),
+        text_config=dict(vocab_size=vocab_size, num_hidden_layers=2, num_key_value_heads=1, head_dim=hidden_size // 2, **width),
         vision_config=dict(num_hidden_layers=1, image_size=28, patch_size=14, **width),
         mm_tokens_per_image=4,
     )

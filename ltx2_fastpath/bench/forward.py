@@ -1,0 +1,216 @@
+"""Whole forwards of the transformer: stock, compiled, fast, and the floor, taking turns over one set of weights."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch._dynamo
+from diffusers import LTX2VideoTransformer3DModel
+from torch._inductor.utils import fresh_cache
+
+import ltx2_fastpath
+
+from . import floor, launches, models, timing
+from .models import Clip
+
+EAGER, COMPILED, FAST, FAST_COMPILED, FLOOR = "eager", "compiled", "fast", "fast + compile", "floor"
+#: Compiled arms may fail (no C compiler, a graph break); they are left out then, and the section says so.
+COMPILED_ARMS = (COMPILED, FAST_COMPILED)
+#: Arms and guidance passes of each section, with the rows of each pass for one video.
+FORWARD_ARMS = (EAGER, FAST, COMPILED, FAST_COMPILED, FLOOR)
+STEP_ARMS, STEP_PASSES = (EAGER, FAST, COMPILED), {"cfg": 2, "stg": 1, "isolated": 1}
+SMALL_ARMS, SMALL_CLIP = (EAGER, FAST), Clip(512, 768, 9)
+
+_LATENTS = ("hidden_states", "audio_hidden_states")
+_TEXT = ("encoder_hidden_states", "audio_encoder_hidden_states")
+# What a forward needs beside its weights: an upper bound for choosing the number of layers, not a measurement.
+_BYTES_PER_TOKEN = 500_000
+_BYTES_ELSEWHERE = 3 * 2**30
+
+
+class Unusable(RuntimeError):
+    """There is nothing to measure here: the fast path is off, or the GPU too small."""
+
+
+class Instances(NamedTuple):
+    """Module instances over one set of weights, so that no arm has to be switched, patched or recompiled for another."""
+
+    stock: LTX2VideoTransformer3DModel
+    compiled: LTX2VideoTransformer3DModel
+    fast: LTX2VideoTransformer3DModel
+    fast_compiled: LTX2VideoTransformer3DModel
+
+
+def instances_of(transformer: LTX2VideoTransformer3DModel) -> Instances:
+    """`transformer`, which must be stock and stays so, and three twins of it. Raises Unusable as `make_fast` does."""
+    instances = Instances(transformer, *(models.twin(transformer) for _ in range(3)))
+    make_fast(instances.fast)
+    make_fast(instances.fast_compiled)
+    return instances
+
+
+def make_fast(transformer: LTX2VideoTransformer3DModel) -> None:
+    """Enable the fast path.
+
+    Raises:
+        Unusable: it stays off; the message says why.
+    """
+    handle = ltx2_fastpath.enable(transformer)
+    if not handle.active:
+        raise Unusable(f"the fast path is off: {handle.reason}")
+
+
+def choose_layers(version: str, wanted: int | None, clips: list[Clip], rows: int, free_bytes: int) -> tuple[int, str | None]:
+    """The number of layers to build, and a note if they are fewer than the published model has.
+
+    Without a wish these are all that leave room, in `free_bytes`, for forwards of `rows` rows of the largest of `clips`.
+
+    Raises:
+        Unusable: not even one layer fits.
+    """
+    published = models.CONFIGS[version]["num_layers"]
+    if wanted is not None:
+        return wanted, f"{wanted} of {published} layers, as asked" if wanted < published else None
+    transformer = models.outline(version)
+    layer = sum(parameter.numel() for parameter in transformer.transformer_blocks.parameters())
+    elsewhere = sum(parameter.numel() for parameter in transformer.parameters()) - layer
+    tokens = max(math.prod(models.latent_sizes(transformer.config, *clip)[:3]) for clip in clips)
+    room = free_bytes - 2 * elsewhere - _BYTES_ELSEWHERE - _BYTES_PER_TOKEN * tokens * rows
+    layers = min(published, room // (2 * layer))
+    if layers < 1:
+        raise Unusable(f"{free_bytes / 2**30:.0f} GiB of free GPU memory are too little for one layer at this shape")
+    if layers < published:
+        return layers, f"{layers} of {published} layers: the GPU has {free_bytes / 2**30:.0f} GiB free"
+    return layers, None
+
+
+@torch.no_grad()
+def measure(
+    section: dict,
+    instances: Instances,
+    clip: Clip,
+    passes: dict[str, int],
+    arms: tuple[str, ...],
+    meter,
+    *,
+    image_to_video: bool = False,
+    repeats: int,
+    progress: Callable[[str], None],
+) -> None:
+    """Add to `section` (its name, version and notes) the measurements of every arm.
+
+    A call of an arm is a forward for each of `passes`, {guidance: rows}, on inputs that all arms share. Equality comes first,
+    on a call of the fast arm that verifies nothing any more, as none of the timed ones does. If that is red there are no times.
+    A compiled arm's difference from stock is reported, not judged.
+    """
+    inputs = _inputs(instances.stock, clip, passes, image_to_video)
+    hidden, audio = (next(iter(inputs.values()))[name] for name in ("hidden_states", "audio_hidden_states"))
+    section |= {
+        "clip": str(clip),
+        "video_tokens": hidden.shape[1],
+        "audio_tokens": audio.shape[1],
+        "passes": passes,
+        "image_to_video": image_to_video,
+        "layers": len(instances.fast.transformer_blocks),
+        "dtype": str(hidden.dtype).removeprefix("torch."),
+        "arms": {},
+    }
+    calls = _prepare(section, instances, inputs, arms, meter, progress)
+    section["fast_path"] = _report(instances.fast)
+    if not any(site["fast"] for site in section["fast_path"]["sites"]):
+        section["notes"].append("no fused operation ran: every site computes its eager chain")
+    if not section["equal"]:
+        return
+
+    records, title = section["arms"], f"{section['section']} {clip}"
+    progress(f"{title}: {repeats} rounds of {', '.join(calls)}")
+    for name, samples in timing.interleave(calls, meter.time, repeats).items():
+        records[name] |= timing.summary(samples)
+    for name, call in calls.items():
+        progress(f"{title}: {name}, profile")
+        kernels = meter.kernels(call)
+        if not kernels:
+            section["notes"].append(f"{name}: the profiler saw no kernels")
+        records[name] |= launches.breakdown(kernels)
+    for record in records.values():
+        record["speed_up"] = records[EAGER]["gpu_ms"] / record["gpu_ms"]
+        if FLOOR in records:
+            record["times_floor"] = record["gpu_ms"] / records[FLOOR]["gpu_ms"]
+
+
+def _inputs(transformer, clip, passes, image_to_video) -> dict[str, dict]:
+    """The arguments of every pass. As in the pipelines all rows have the same latents, and the last rows have the same text."""
+    inputs = {}
+    for guidance, rows in passes.items():
+        size = dict(clip._asdict(), batch_size=rows)
+        kwargs = models.inputs(transformer, **size, guidance=guidance, image_to_video=image_to_video)
+        first = next(iter(inputs.values()), kwargs)
+        for name in _LATENTS:
+            kwargs[name].copy_(first[name][-1:].clone())
+        for name in _TEXT:
+            kwargs[name][-1:].copy_(first[name][-1:].clone())
+        inputs[guidance] = kwargs
+    return inputs
+
+
+def _prepare(section, instances, inputs, arms, meter, progress) -> dict[str, Callable]:
+    """The first call of every arm, for its seconds, and the third, for its outputs and memory. Returns the arms to time."""
+    calls, expected = {}, None
+    section["equal"] = True
+    # A shape that follows another would be compiled for any size; every section gets code for its own sizes, as a first one does.
+    torch._dynamo.reset()
+    for name in arms:
+        progress(f"{section['section']} {section['clip']}: {name}, first call")
+        try:
+            call = _call(name, instances, inputs)
+            with fresh_cache():  # of Inductor and of Triton: what an earlier run has compiled must not count
+                record = {"first_call_s": meter.seconds(call)}
+            call()  # what depends on the order of the passes is verified here, not in the first call
+            outputs, record["peak_bytes"] = meter.peak(call)
+        except Exception as error:
+            if name not in COMPILED_ARMS:
+                raise
+            reason = (str(error).strip() or "no message").splitlines()[0]
+            section["notes"].append(f"{name} is left out: {type(error).__name__}: {reason}")
+            continue
+        section["arms"][name], calls[name] = record, call
+        if name == EAGER:
+            expected = outputs
+        elif name != FLOOR:
+            record["equal"] = {key: torch.equal(outputs[key], value) for key, value in expected.items()}
+            record["max_abs_difference"] = {
+                key: (outputs[key].float() - value.float()).abs().max().item() for key, value in expected.items()
+            }
+        if name == FAST and not all(record["equal"].values()):
+            section["equal"] = False
+            break
+    return calls
+
+
+def _call(name: str, instances: Instances, inputs: dict[str, dict]) -> Callable[[], dict[str, torch.Tensor] | None]:
+    """The call that an arm times."""
+
+    def forwards(transformer):
+        outputs = {}
+        for guidance, kwargs in inputs.items():
+            outputs[f"{guidance} video"], outputs[f"{guidance} audio"] = transformer(**kwargs)
+        return outputs
+
+    if name == FLOOR:
+        return floor.record(instances.stock, lambda: forwards(instances.stock))
+    transformer = {
+        EAGER: instances.stock,
+        COMPILED: instances.compiled,
+        FAST: instances.fast,
+        FAST_COMPILED: instances.fast_compiled,
+    }[name]
+    if name in COMPILED_ARMS:
+        # The host branches on a tensor in the block that spatio-temporal guidance perturbs, which breaks that block's graph.
+        transformer.compile_repeated_blocks(fullgraph="stg" not in inputs, dynamic=False)
+    return lambda: forwards(transformer)
+
+
+def _report(transformer) -> dict:
+    report = ltx2_fastpath.report(transformer)
+    return {"status": report.status, "sites": report.rows, "skipped": report.skipped}
