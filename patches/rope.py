@@ -35,9 +35,17 @@ def make_forward(fast, name):
             fast.count_stock(name, reason)
             return stock(self, coords, device)
         compact = tables.find(coords, lambda at: stock(self, at))
-        return stock(self, coords, device) if compact is None else Rope(compact)
+        return stock(self, coords, device) if compact is None else MovableRope(compact)
 
     return forward
+
+
+class MovableRope(Rope):
+    """A Rope that hooks can send to a block's device (`device_map`), as they send the tuple of tensors that it stands for."""
+
+    def to(self, device, non_blocking: bool = False):
+        cos, sin, rows = (table.to(device, non_blocking=non_blocking) for table in self.compact[:3])
+        return self if cos is self.compact.cos else MovableRope(self.compact._replace(cos=cos, sin=sin, rows=rows))
 
 
 class TableCache:
