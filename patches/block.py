@@ -6,7 +6,7 @@ launches; here that is one op. A residual is therefore not added where the stock
 
 import functools
 
-from ltx2_fastpath.ops.numerics import full
+from ltx2_fastpath.ops.numerics import IndexedRows, full
 
 from .host import transformer_ltx2
 
@@ -52,6 +52,9 @@ def make_forward(fast):
             if skipped:
                 return hidden_states, audio_hidden_states
         reason = fast.why_not(hidden_states) or fast.why_not(audio_hidden_states)
+        if reason is None and len(temb.index if isinstance(temb, IndexedRows) else temb) != len(hidden_states):
+            # A cache without contexts (PAB) hands the outputs of one guidance pass to another. The host raises, so must we.
+            reason = "the batch of the hidden states is not that of the timesteps"
         if reason is not None:
             fast.count_stock("block", reason)
             temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, temb_ca_audio_gate = map(
