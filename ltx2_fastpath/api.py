@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import logging
+import sys
 import threading
 import weakref
 
@@ -15,6 +16,7 @@ from .report import Report
 logger = logging.getLogger("ltx2_fastpath")
 
 QUALITIES = ("lossless",)
+_switching = threading.Lock()  # a second enable during the first would find our forwards and take them for another's
 _handles: "weakref.WeakKeyDictionary[torch.nn.Module, FastPath]" = weakref.WeakKeyDictionary()
 
 
@@ -48,6 +50,7 @@ class FastPath:
         from . import patches
         from .sites import build_sites
 
+        patches.forget_copies(self._transformer())
         self.sites = build_sites(self._warned)
         applied = {}
         self.skipped = {}
@@ -88,15 +91,20 @@ class FastPath:
             return f"the hidden states are a {type(x).__name__}"
         return _why_not_device(x.device, x.dtype) or ("autocast is active" if torch.is_autocast_enabled(x.device.type) else None)
 
+    def _blocks(self):
+        """The transformer's blocks; none where a deep copy has outlived the transformer."""
+        transformer = self._transformer()
+        return () if transformer is None else transformer.transformer_blocks
+
     def is_compiled(self) -> bool:
         """Whether the blocks were compiled one by one (`compile_repeated_blocks`)."""
-        return any(block._compiled_call_impl is not None for block in self._transformer().transformer_blocks[:1])
+        return any(block._compiled_call_impl is not None for block in self._blocks())
 
     @property
     def covers_all_blocks(self) -> bool:
         """Whether every block's forward was replaced, so that a block can be handed what only ours understands."""
-        blocks = len(self._transformer().transformer_blocks)
-        return blocks > 0 and all(f"transformer_blocks.{i}" in self._patches for i in range(blocks))
+        patches = [self._patches.get(f"transformer_blocks.{i}") for i in range(len(self._blocks()))]
+        return bool(patches) and all(patch and patch.owns(block) for patch, block in zip(patches, self._blocks()))
 
     def blocks_take_rows(self) -> bool:
         """Whether every block understands `IndexedRows`."""
@@ -188,11 +196,12 @@ def enable(pipe, *, quality: str = "lossless") -> FastPath:
     if quality not in QUALITIES:
         raise ValueError(f"unknown quality {quality!r}; choose from {', '.join(map(repr, QUALITIES))}")
     transformer = _transformer_of(pipe)
-    fast = _handles.get(transformer)
-    if fast is None or not fast.active:
-        fast = FastPath(transformer, quality)
-        fast._apply()
-        _handles[transformer] = fast
+    with _switching:
+        fast = _handles.get(transformer)
+        if fast is None or not fast.active:
+            fast = FastPath(transformer, quality)
+            fast._apply()
+            _handles[transformer] = fast
     return fast
 
 
@@ -202,9 +211,13 @@ def disable(pipe) -> None:
     Raises:
         TypeError: `pipe` has no LTX-2 transformer.
     """
-    fast = _handles.pop(_transformer_of(pipe), None)
-    if fast is not None:
-        fast._restore()
+    transformer = _transformer_of(pipe)
+    with _switching:
+        fast = _handles.pop(transformer, None)
+        if fast is not None:
+            fast._restore()
+        if (patches := sys.modules.get(f"{__package__}.patches")) is not None:
+            patches.forget_copies(transformer)
 
 
 @contextlib.contextmanager

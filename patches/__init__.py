@@ -8,11 +8,17 @@ from .block import make_forward as make_block_forward
 from .feed_forward import make_forward as make_gelu_forward
 from .host import activations, transformer_ltx2
 from .model import make_forward as make_model_forward
-from .patch import Patch
+from .patch import Patch, strip
 from .rope import ROPES
 from .rope import make_forward as make_rope_forward
 
 FEED_FORWARDS = ("ff", "audio_ff")
+
+
+def forget_copies(transformer) -> None:
+    """Make `transformer` stock where a deep copy made it run the replacements of another; a no-op for its own."""
+    for module in transformer.modules():
+        strip(module)
 
 
 def build(fast, transformer) -> dict[str, Patch]:

@@ -10,6 +10,11 @@ import functools
 import types
 import weakref
 
+# Functions that stand in for a forward, and the modules in which they were put. A deep copy of a patched module runs the same
+# functions, and nothing here knows it.
+_replacements = weakref.WeakSet()
+_owners = weakref.WeakSet()
+
 
 def _slots(module):
     """Every (namespace, key) in which a forward of `module` is kept now."""
@@ -31,6 +36,19 @@ def _memories(module):
 
 def _is_bound(value, function, module) -> bool:
     return isinstance(value, types.MethodType) and value.__func__ is function and value.__self__ is module
+
+
+def strip(module) -> None:
+    """Take out the replacements that a deep copy brought along from the module it was made of."""
+    if module in _owners:
+        return
+    for namespace, key in (*_slots(module), *_memories(module)):
+        if not isinstance(namespace[key], types.MethodType) or namespace[key].__func__ not in _replacements:
+            continue
+        if namespace is vars(module) and key == "forward":
+            del namespace[key]
+        else:
+            namespace[key] = types.MethodType(type(module).forward, module)
 
 
 class Patch:
@@ -57,12 +75,19 @@ class Patch:
         else:
             raise LookupError("its forward was replaced by something else")
         namespace[key] = types.MethodType(self.replacement, owner)
+        _replacements.add(self.replacement)
+        _owners.add(owner)
+
+    def owns(self, module) -> bool:
+        """Whether it is `module` whose forward was replaced."""
+        return self._owner() is module
 
     def undo(self) -> None:
         """Put back what was there; a no-op where the replacement, or its owner, is no longer in place."""
         owner = self._owner()
         if owner is None:
             return
+        _owners.discard(owner)
         for namespace, key in (*_slots(owner), *_memories(owner)):
             if not _is_bound(namespace[key], self.replacement, owner):
                 continue
