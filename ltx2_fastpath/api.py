@@ -36,6 +36,7 @@ class FastPath:
         self._off = threading.local()
         self._warned = set()
         self.quality = quality
+        self.cuda_graphs = False
         self.active = False
         self.reason = None
         self.sites: dict[str, FirstSight] = {}
@@ -178,12 +179,14 @@ def _transformer_of(pipe) -> torch.nn.Module:
     )
 
 
-def enable(pipe, *, quality: str = "lossless") -> FastPath:
+def enable(pipe, *, quality: str = "lossless", cuda_graphs: bool = False) -> FastPath:
     """Make the LTX-2 transformer behind `pipe` fast without changing a bit of what it computes.
 
     Args:
         pipe: an LTX-2 pipeline of diffusers (any task, modular too), its transformer, or that behind ``torch.compile``.
         quality: "lossless", bit-exact with stock eager diffusers.
+        cuda_graphs: replay whole forwards as CUDA graphs, for small videos where the host is the limit. Costs the graphs'
+            memory (see `report`); calling again changes it.
 
     Returns:
         The handle of that transformer. Calling again returns the same handle. Where the fast path cannot run (no CUDA, a
@@ -202,6 +205,9 @@ def enable(pipe, *, quality: str = "lossless") -> FastPath:
             fast = FastPath(transformer, quality)
             fast._apply()
             _handles[transformer] = fast
+    if fast.cuda_graphs and not cuda_graphs and fast.active:
+        fast.sites["cuda_graphs"].clear()
+    fast.cuda_graphs = cuda_graphs
     return fast
 
 

@@ -54,7 +54,8 @@ def make_forward(fast, name):
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         if attention_mask is not None:
             attention_mask = prepared_mask(self, attention_mask, source)
-        gate_logits = None if self.to_gate_logits is None else self.to_gate_logits(hidden_states)
+        modules = self._modules  # read directly: an attribute of a module costs 0.5 µs, and there are 2,600 in a forward
+        gate_logits = None if modules.get("to_gate_logits") is None else modules["to_gate_logits"](hidden_states)
 
         perturbation_mask = kwargs.get("perturbation_mask")
         all_perturbed = kwargs.get("all_perturbed")
@@ -62,11 +63,11 @@ def make_forward(fast, name):
             all_perturbed = perturbation_mask is not None and torch.all(perturbation_mask == 0)
 
         if all_perturbed:
-            out = self.to_v(source)  # spatio-temporal guidance: the values alone
+            out = modules["to_v"](source)  # spatio-temporal guidance: the values alone
         else:
-            query, key = self.to_q(hidden_states), self.to_k(source)
-            value = self.to_v(source)
-            norm_q, norm_k = self.norm_q, self.norm_k
+            query, key = modules["to_q"](hidden_states), modules["to_k"](source)
+            value = modules["to_v"](source)
+            norm_q, norm_k = modules["norm_q"], modules["norm_k"]
             if not (qk_op.is_plain(norm_q, query) and qk_op.is_plain(norm_k, key)):
                 query, key = norm_q(query), norm_k(key)
                 norm_q = norm_k = None
@@ -92,7 +93,8 @@ def make_forward(fast, name):
 
         if gate_logits is not None:
             out = gate_site(out if out.ndim == 4 else _by_head(out, self.heads), gate_logits)
-        return self.to_out[1](self.to_out[0](out))
+        projection, dropout = modules["to_out"]
+        return dropout(projection(out))
 
     return forward
 

@@ -27,6 +27,7 @@ def make_forward(fast):
     stock = transformer_ltx2.LTX2VideoTransformer3DModel.forward
     signature = inspect.signature(stock)
     prefix = fast.sites["guidance.prefix"]
+    graphs = fast.sites["cuda_graphs"]
 
     @functools.wraps(stock)
     def forward(self, *args, **kwargs):
@@ -36,6 +37,11 @@ def make_forward(fast):
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         arguments.pop("self")
+        if fast.cuda_graphs and fast.why_not(arguments["hidden_states"]) is None:
+            reason = _why_watched(fast, self)
+            if reason is None:
+                return graphs.forward(fast, self, arguments, functools.partial(stock, self))
+            graphs.refuse(reason)
         with prefix.passing(fast, self, arguments):
             return stock(self, *args, **kwargs)
 

@@ -213,7 +213,7 @@ REFUSALS = {
     "no tokens": (lambda n, x, u, g, *m: (n, x[:, :0], u[:, :0], g[:, :0]), "x: empty"),
     "width": (lambda n, x, u, g, *m: (n, x[..., :64], u[..., :64], g[..., :64]), "x: width 64 is not a multiple of 128"),
     "width without norm": (lambda n, x, u, g, *m: (None, x[..., :64], u[..., :64], g[..., :64]), "x: width 64 is not a"),
-    "few rows": (lambda n, x, u, g, *m: (n, x[:1], u[:1], g[:1]), "x: 9 rows"),
+    "few rows": (lambda n, x, u, g, *m: (n, x[:1, :3], u[:1, :3], None), "x: width 256 is not a multiple of 1024"),
     "three modulations": (lambda n, x, u, g, *m: (n, x, u, g, *m, m[0]), "modulations: at most 2, got 3"),
     "modulation without norm": (lambda n, x, u, g, *m: (None, x, u, g, *m), "modulations: need a norm"),
     "norm with weight": (lambda n, x, u, g, *m: (RMSNorm(256, eps=1e-6), x, u, g, *m), "norm: not a plain RMSNorm"),
@@ -286,7 +286,7 @@ def test_compiled_it_is_the_eager_chain(normal, monkeypatch, modulations):
 
 
 def test_custom_ops_have_schemas_and_fakes_that_hold(normal):
-    _, x, update, gate, *pairs = make_args(normal, batch=1, tokens=2, width=128)
+    _, x, update, gate, *pairs = make_args(normal, batch=1, tokens=16, width=128)
     utils = ("test_schema", "test_faketensor")
     residual, fused = torch.ops.ltx2_fastpath.gated_residual.default, torch.ops.ltx2_fastpath.gated_residual_norm.default
     for gate_or_none in (gate, None):

@@ -1,12 +1,15 @@
-"""CUDA C++ kernels: compiled by NVRTC through cuda.core at first use, without a toolkit, and launched in 5 µs.
+"""CUDA C++ kernels: compiled at first use by NVRTC through cuda.core, without a toolkit, and launched through the driver.
 
-A Triton launch costs 18 µs of host time and an unrolled Triton norm up to 15 s of compilation; the same kernel here costs 5 µs
-and 0.4 s. Where cuda.core is missing (it is an optional extra) the ops launch their Triton form instead.
+A Triton launch costs 18 µs of host time and an unrolled Triton norm up to 15 s of compilation; the same kernel here costs about
+4 µs and 0.4 s. Where cuda.core is missing (it is an optional extra) the ops launch their Triton form instead.
 """
 
+import ctypes
 import functools
 import importlib.util
 import pathlib
+import struct
+import threading
 
 import torch
 
@@ -16,15 +19,41 @@ _FOLDER = pathlib.Path(__file__).parent
 INSTALLED = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
 #: The implementations that an op with both forms tries, in order.
 IMPLEMENTATIONS = ("cuda", "triton") if INSTALLED and not INTERPRETED else ("triton",)
+_MOST_ARGUMENTS = 64
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has not used the device yet
 
 
-def launch(device: torch.device, kernel: str, parameters: tuple, blocks: int, threads: int, *args) -> None:
+class _Arguments(threading.local):
+    """Room for the arguments of one launch, and the array of their addresses that the driver reads."""
+
+    def __init__(self):
+        self.values = ctypes.create_string_buffer(8 * _MOST_ARGUMENTS)
+        start = ctypes.addressof(self.values)
+        self.pointers = (ctypes.c_void_p * _MOST_ARGUMENTS)(*range(start, start + 8 * _MOST_ARGUMENTS, 8))
+        self.address = ctypes.addressof(self.pointers)
+
+
+_arguments = _Arguments()
+
+
+def launch(
+    device: torch.device, kernel: str, parameters: tuple, blocks: int, threads: int, ints: list, doubles: tuple = ()
+) -> None:
     """Launch the template `kernel` of the file of that name on the current stream of `device`, which must be current.
 
-    `parameters` are the template's: a torch dtype, ints and bools. `args` are ints (addresses, or long long) and floats (double).
+    `parameters` are the template's: a torch dtype, ints and bools. The kernel's arguments are `ints` (addresses, or long long),
+    then `doubles`.
     """
-    run, config, function = _prepared(device, kernel, parameters, blocks, threads)
-    run(_stream(torch._C._cuda_getCurrentRawStream(device.index)), config, function, *args)
+    run, function = _prepared(device, kernel, parameters)
+    arguments = _arguments
+    struct.pack_into(f"{len(ints)}q{len(doubles)}d", arguments.values, 0, *ints, *doubles)
+    stream = _stream(torch._C._cuda_getCurrentRawStream(device.index))
+    (status,) = run(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments.address, 0)
+    if int(status) == _INVALID_CONTEXT:
+        torch.cuda.synchronize(device)  # makes the device's context this thread's
+        (status,) = run(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments.address, 0)
+    if int(status):
+        raise RuntimeError(f"launching {kernel}{parameters}: {status.name}")
 
 
 def addresses(*tensors: torch.Tensor | None) -> list[int]:
@@ -32,15 +61,9 @@ def addresses(*tensors: torch.Tensor | None) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-@functools.lru_cache(maxsize=4096)
-def _prepared(device, kernel, parameters, blocks, threads):
-    from cuda.core import LaunchConfig, launch
-
-    return launch, LaunchConfig(grid=blocks, block=threads), _compile(device, kernel, parameters)
-
-
 @functools.lru_cache(maxsize=512)
-def _compile(device, kernel, parameters):
+def _prepared(device, kernel, parameters):
+    from cuda.bindings import driver
     from cuda.core import Device, Program, ProgramOptions
 
     Device(device.index).set_current()
@@ -49,17 +72,22 @@ def _compile(device, kernel, parameters):
     name = f"{kernel}<{', '.join(map(_parameter, parameters))}>"
     # fma=False: no product and sum become one rounding unless the source says so.
     options = ProgramOptions(std="c++17", arch=f"sm_{major}{minor}", fma=False)
-    return Program(source, code_type="c++", options=options).compile("cubin", name_expressions=(name,)).get_kernel(name)
+    compiled = Program(source, code_type="c++", options=options).compile("cubin", name_expressions=(name,)).get_kernel(name)
+    _kept.append(compiled)
+    return driver.cuLaunchKernel, driver.CUfunction(int(compiled.handle))
+
+
+@functools.lru_cache(maxsize=256)
+def _stream(handle: int):
+    from cuda.bindings import driver
+
+    return driver.CUstream(handle)
+
+
+_kept: list = []  # compiled kernels own what their handles stand for
 
 
 def _parameter(value) -> str:
     if isinstance(value, torch.dtype):
         return str(DTYPES.index(value))
     return str(int(value))
-
-
-@functools.lru_cache(maxsize=256)
-def _stream(handle: int):
-    from cuda.core import Stream
-
-    return Stream.from_handle(handle)

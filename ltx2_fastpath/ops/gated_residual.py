@@ -22,6 +22,7 @@ from .rms_norm_modulate import (
     refusal_of_norm,
     refusal_of_rows,
     refusal_of_width,
+    rehearsal_rows,
 )
 
 
@@ -63,10 +64,11 @@ def rehearsals(norm, x, update, gate, *modulations):
     """Synthetic arguments with enough rows to convict a wrong summation order; nothing to rehearse without a norm."""
     if norm is None:
         return
-    rows = random(1, 8200, x.shape[2], dtype=x.dtype, device=x.device)
-    spare = [rows[:, i : i + 1] for i in range(5)]
-    gate = None if gate is None else spare.pop()
-    yield norm, rows[:, 8:4104], rows[:, 4104:], gate, *((spare.pop(), spare.pop()) for _ in modulations)
+    row = random(5, 1, 1, x.shape[2], dtype=x.dtype, device=x.device)
+    gate = None if gate is None else row[4]
+    pairs = [(row[2 * i], row[2 * i + 1]) for i in range(len(modulations))]
+    for rows in rehearsal_rows(x):
+        yield norm, rows, rows.flip(1), gate, *pairs
 
 
 def launch(candidate, norm, x, update, gate, *modulations):

@@ -74,8 +74,8 @@ def _launch(x, approximate):
     count = x.numel() // 8
     with on_device(x):
         blocks = min(-(-count // 256), _blocks(x.device))
-        pointers = cuda.addresses(x, out, _table(x.device, approximate))
-        cuda.launch(x.device, "gelu", (_SIZE,), blocks, 256, *pointers, count, _LOW)
+        ints = [*cuda.addresses(x, out, _table(x.device, approximate)), count, _LOW]
+        cuda.launch(x.device, "gelu", (_SIZE,), blocks, 256, ints)
     return out
 
 

@@ -85,11 +85,12 @@ def launch(implementation, x, logits):
     """Launch without checks; `refusal` must have returned None for this layout."""
     batch, tokens, heads, head_dim = x.shape
     out = torch.empty((batch, tokens, heads * head_dim), dtype=x.dtype, device=x.device)
-    sizes = (tokens, x.stride(0), x.stride(1), x.stride(2), logits.stride(0), logits.stride(1))
+    sizes = (tokens, *x.stride()[:3], *logits.stride()[:2])
     with on_device(x):
         if implementation == "cuda":
             parameters = (x.dtype, heads, head_dim)
-            cuda.launch(x.device, "head_gate", parameters, batch * tokens, 256, *cuda.addresses(x, logits, out), *sizes)
+            ints = [*cuda.addresses(x, logits, out), *sizes]
+            cuda.launch(x.device, "head_gate", parameters, batch * tokens, 256, ints)
         else:
             block_d = triton.next_power_of_2(head_dim)
             block_h = min(triton.next_power_of_2(heads), max(1, 2048 // block_d))

@@ -24,11 +24,14 @@ HALVES, PAIRS = 0, 1
 WARP_ORDERS = (HALVES, PAIRS)
 
 
+_HERE = contextlib.nullcontext()
+
+
 def on_device(x: torch.Tensor):
     """A context in which `x`'s device is the current one; costs a comparison where it already is."""
     if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
         return torch.cuda.device(x.device)
-    return contextlib.nullcontext()
+    return _HERE
 
 
 class IndexedRows(NamedTuple):
@@ -56,20 +59,20 @@ def layout(x: torch.Tensor | IndexedRows | None):
     return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16
 
 
-def random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
     """Normal values for a rehearsal, from a generator of our own: the caller's random state must not move."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
 
 @triton.jit
-def warp_sum(lanes, ROWS: tl.constexpr, ORDER: tl.constexpr):
-    """Sum [ROWS, 32] over its lanes as a warp does by shuffles: halves (16, 8, 4, 2, 1) or adjacent pairs. -> [ROWS]"""
-    for level in tl.static_range(5):
-        if ORDER == 0:
-            low, high = tl.split(tl.permute(tl.reshape(lanes, (ROWS, 2, 16 >> level)), (0, 2, 1)))
+def lane_sum(lanes, ROWS: tl.constexpr, LEVELS: tl.constexpr, ORDER: tl.constexpr):
+    """Sum [ROWS, 2^LEVELS] over its lanes as torch does: by halves down to a warp, then by halves or adjacent pairs. -> [ROWS]"""
+    for level in tl.static_range(LEVELS):
+        if ORDER == 0 or LEVELS - level > 5:
+            low, high = tl.split(tl.permute(tl.reshape(lanes, (ROWS, 2, 1 << (LEVELS - level - 1))), (0, 2, 1)))
         else:
-            low, high = tl.split(tl.reshape(lanes, (ROWS, 16 >> level, 2)))
+            low, high = tl.split(tl.reshape(lanes, (ROWS, 1 << (LEVELS - level - 1), 2)))
         lanes = low + high
     return tl.reshape(lanes, (ROWS,))
 

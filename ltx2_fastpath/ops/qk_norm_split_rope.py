@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from . import cuda
-from .numerics import DEVICE_TYPES, DTYPES, HALVES, layout, on_device, quads, random, warp_sum
+from .numerics import DEVICE_TYPES, DTYPES, HALVES, lane_sum, layout, on_device, quads, random
 from .rope_tables import Rope
 
 CHUNK = 512
@@ -70,7 +70,7 @@ def _rotate_row(
             b_sum = tl.fma(x_1, x_1, b_sum)
             b_sum = tl.fma(x_2, x_2, b_sum)
             b_sum = tl.fma(x_3, x_3, b_sum)
-        warps = warp_sum(tl.reshape(b_sum, (4, 32)), 4, ORDER)
+        warps = lane_sum(tl.reshape(b_sum, (4, 32)), 4, 5, ORDER)
         low, high = tl.split(tl.permute(tl.reshape(warps, (2, 2)), (1, 0)))
         even, odd = tl.split(low + high)
         rstd = tl.rsqrt(tl.div_rn(even + odd, D * 1.0) + eps)
@@ -126,16 +126,18 @@ def norm_key(norm):
 
     Weights can be on another device (offload), wrapped (PEFT) or hooked; only a plain ``torch.nn.RMSNorm`` is read.
     """
-    plain = (
-        type(norm) is torch.nn.RMSNorm
-        and norm.eps is not None
-        and norm.weight is not None
-        and type(norm.weight) is torch.nn.Parameter
-        and "forward" not in norm.__dict__
-        and not norm._forward_hooks
-        and not norm._forward_pre_hooks
-    )
-    return (norm.eps, layout(norm.weight)) if plain else None
+    weight = _readable_weight(norm)
+    return None if weight is None else (norm.eps, layout(weight))
+
+
+def _readable_weight(norm):
+    """The weight of a plain ``torch.nn.RMSNorm`` without hooks; None for any other module."""
+    if type(norm) is not torch.nn.RMSNorm or norm.eps is None or "forward" in norm.__dict__:
+        return None
+    if norm._forward_hooks or norm._forward_pre_hooks:
+        return None
+    weight = norm._parameters["weight"]  # five times as fast as norm.weight
+    return weight if type(weight) is torch.nn.Parameter else None
 
 
 def _heads(rope) -> int:
@@ -148,7 +150,8 @@ def _rows_a_token(rope) -> int:
 
 def is_plain(norm, x) -> bool:
     """Whether `norm` can be read instead of called, for rows like `x`'s."""
-    return norm_key(norm) is not None and norm.weight.device == x.device and norm.weight.dtype == x.dtype
+    weight = _readable_weight(norm)
+    return weight is not None and weight.device == x.device and weight.dtype == x.dtype
 
 
 def signature(norm_q, norm_k, q, k, rope_q, rope_k):
@@ -263,17 +266,16 @@ def _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, same_tab
     if cos_q is not None and table_rows_q is None:
         strides = (*cos_q.stride()[:3], *cos_k.stride()[:3])
     tensors = (q, k, weight_q, weight_k, out_q, out_k, cos_q, sin_q, cos_k, sin_k)
-    sizes = (batch, tokens_q, tokens_k, q.stride(0), q.stride(1), k.stride(0), k.stride(1), *strides)
+    sizes = (batch, tokens_q, tokens_k, *q.stride()[:2], *k.stride()[:2], *strides)
     blocks = batch * (tokens_q + tokens_k)
     with on_device(q):
         if implementation == "cuda":
             kind = NO_ROPE if cos_q is None else FULL if table_rows_q is None else table_rows_q.shape[0] + FULL
             paired = same_tables and kind != NO_ROPE and tokens_q == tokens_k
             parameters = (q.dtype, width, head_dim, norm, kind, paired)
-            cuda.launch(
-                q.device, "qk_norm_split_rope", parameters, blocks // 2 if paired else blocks, 128,
-                *cuda.addresses(*tensors, table_rows_q, table_rows_k), *sizes, eps_q, eps_k,
-            )  # fmt: skip
+            ints = [*cuda.addresses(*tensors, table_rows_q, table_rows_k), *sizes]
+            blocks = blocks // 2 if paired else blocks
+            cuda.launch(q.device, "qk_norm_split_rope", parameters, blocks, 128, ints, (eps_q, eps_k))
         else:
             # More warps make the split trees shuffle through shared memory: 25,000 µs at 8 against 115 at 4.
             _qk_norm_split_rope_kernel[(blocks,)](

@@ -1,5 +1,6 @@
 // RMSNorm + modulate, with or without a gated residual before it. rms_norm_modulate.py and gated_residual.py hold the contracts.
-// One warp per row, four rows a block: the four elements of lane t in each chunk of 128 are those that torch's reduction gives it.
+// LANES threads per row, as torch's reduction has: the four elements of lane t in each chunk of 4·LANES are those that it gives it. At 16
+// rows or more that is a warp, and a block takes four rows; below, a block takes one.
 // The row stays in registers from the sum to the modulation, so each element is read from memory once.
 
 template <int DTYPE>
@@ -18,8 +19,8 @@ __device__ void modulate(const void *scale, const void *shift, void *out, long l
 }
 
 // Blocks per multiprocessor, measured at 14,080 rows of 4,096 in bf16: 5 gives 64 µs without an update (3: 70); 3 gives 118 with one (5: 167).
-template <int DTYPE, int D, bool UPDATE, bool GATE, bool NORM, int OUTPUTS, int ORDER>
-__global__ void __launch_bounds__(128, DTYPE == FP32 ? 1 : UPDATE ? 3 : 5)
+template <int DTYPE, int D, bool UPDATE, bool GATE, bool NORM, int OUTPUTS, int LANES, int ORDER>
+__global__ void __launch_bounds__(LANES == 32 ? 128 : LANES, DTYPE == FP32 || LANES > 32 ? 1 : UPDATE ? 3 : 5)
 rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, const void *__restrict__ gate,
                   void *__restrict__ hidden, const void *__restrict__ scale_0, const void *__restrict__ shift_0,
                   void *__restrict__ out_0, const void *__restrict__ scale_1, const void *__restrict__ shift_1,
@@ -28,9 +29,9 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
                   long long update_batch, long long update_token, long long gate_batch, long long gate_token,
                   long long mod_0_batch, long long mod_0_token, long long mod_1_batch, long long mod_1_token, double eps) {
     typedef Dtype<DTYPE> T;
-    constexpr int CHUNKS = D / 128;
-    const int lane = threadIdx.x % 32;
-    const long long row = blockIdx.x * 4LL + threadIdx.x / 32;
+    constexpr int CHUNKS = D / (4 * LANES);
+    const int lane = threadIdx.x % LANES;
+    const long long row = LANES == 32 ? blockIdx.x * 4LL + threadIdx.x / 32 : blockIdx.x;
     if (row >= rows) return;
     const long long b = row / tokens, t = row % tokens;
     const unsigned zero = (unsigned)(rows >> 63);
@@ -38,7 +39,7 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
 
     typename T::Raw raw[CHUNKS];
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) raw[c] = load<DTYPE>(x, c * 32 + lane);
+    for (int c = 0; c < CHUNKS; ++c) raw[c] = load<DTYPE>(x, c * LANES + lane);
 
     if (UPDATE) {
         update = at<DTYPE>(update, b * update_batch + t * update_token);
@@ -46,9 +47,9 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
         hidden = at<DTYPE>(hidden, row * D);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            Quad h = T::unpack(raw[c]), u = T::unpack(load<DTYPE>(update, c * 32 + lane));
+            Quad h = T::unpack(raw[c]), u = T::unpack(load<DTYPE>(update, c * LANES + lane));
             if (GATE) {
-                const Quad g = T::unpack(load<DTYPE>(gate, c * 32 + lane));
+                const Quad g = T::unpack(load<DTYPE>(gate, c * LANES + lane));
 #pragma unroll
                 for (int i = 0; i < 4; ++i) u.v[i] = u.v[i] * g.v[i];
                 u = rounded<DTYPE>(u);
@@ -57,7 +58,7 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
             for (int i = 0; i < 4; ++i) h.v[i] = h.v[i] + u.v[i];
             raw[c] = T::pack(h);
             stay_packed(raw[c], zero);
-            store<DTYPE>(hidden, c * 32 + lane, h);
+            store<DTYPE>(hidden, c * LANES + lane, h);
         }
     }
 
@@ -71,6 +72,16 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
             for (int i = 0; i < 4; ++i) a[i] = a[i] + q.v[i] * q.v[i];
         }
         float sum = ((a[0] + a[1]) + a[2]) + a[3];
+        if (LANES > 32) {
+            __shared__ float sums[LANES];
+#pragma unroll
+            for (int offset = LANES / 2; offset >= 32; offset /= 2) {
+                sums[lane] = sum;
+                __syncthreads();
+                sum += sums[lane ^ offset];
+                __syncthreads();
+            }
+        }
 #pragma unroll
         for (int step = 0; step < 5; ++step) sum += __shfl_xor_sync(0xffffffffu, sum, ORDER == 0 ? 16 >> step : 1 << step);
         rstd = rsqrtf(sum * (1.0f / D) + (float)eps);
@@ -87,10 +98,10 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
             for (int i = 0; i < 4; ++i) n.v[i] = n.v[i] * rstd;
             n = rounded<DTYPE>(n);
         }
-        if (NORM && OUTPUTS == 0) store<DTYPE>(at<DTYPE>(out_0, row * D), c * 32 + lane, n);
+        if (NORM && OUTPUTS == 0) store<DTYPE>(at<DTYPE>(out_0, row * D), c * LANES + lane, n);
         if (OUTPUTS > 0)
-            modulate<DTYPE>(at<DTYPE>(scale_0, o_0), at<DTYPE>(shift_0, o_0), at<DTYPE>(out_0, row * D), c * 32 + lane, n);
+            modulate<DTYPE>(at<DTYPE>(scale_0, o_0), at<DTYPE>(shift_0, o_0), at<DTYPE>(out_0, row * D), c * LANES + lane, n);
         if (OUTPUTS > 1)
-            modulate<DTYPE>(at<DTYPE>(scale_1, o_1), at<DTYPE>(shift_1, o_1), at<DTYPE>(out_1, row * D), c * 32 + lane, n);
+            modulate<DTYPE>(at<DTYPE>(scale_1, o_1), at<DTYPE>(shift_1, o_1), at<DTYPE>(out_1, row * D), c * LANES + lane, n);
     }
 }

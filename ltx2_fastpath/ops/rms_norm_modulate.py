@@ -2,10 +2,11 @@
 
 Formula      rstd = rsqrt(mean(x²) + eps) in fp32; n = round(x · rstd); out = round(round(n · round(1 + scale)) + shift),
              where round is to the dtype of x. The squares are rounded to fp32 before they are added (no FMA).
-Order        torch's generic reduction at 16 rows or more: one warp a row, chunks of 128; lane t adds elements 4t…4t+3 of
-             each chunk to four accumulators of its own, chunk after chunk; ((a0 + a1) + a2) + a3; then over the 32 lanes by
-             halves or by pairs (numerics.WARP_ORDERS). Under 16 rows torch picks other block widths: refused.
-Shapes       x [B, S, D] with D a multiple of 128, last dimension contiguous; scale and shift [B, 1, D] (row modulation) or
+Order        torch's generic reduction: L lanes a row, 32 at 16 rows or more, 64 from 8, 128 from 4, 256 from 2, 512 for one
+             row; lane t adds elements 4t…4t+3 of each chunk of 4·L to four accumulators of its own, chunk after chunk;
+             ((a0 + a1) + a2) + a3; then over the lanes by halves, in the last warp by halves or by pairs
+             (numerics.WARP_ORDERS).
+Shapes       x [B, S, D] with D a multiple of 4·L, last dimension contiguous; scale and shift [B, 1, D] (row modulation) or
              [B, S, D] (per-token), with equal strides, or a per-token one as numerics.IndexedRows.
 Dtypes       bf16, fp16, fp32, the same for all three.
 Verified on  NVIDIA H200.
@@ -20,10 +21,21 @@ import triton
 import triton.language as tl
 
 from . import cuda
-from .numerics import DEVICE_TYPES, DTYPES, WARP_ORDERS, IndexedRows, full, layout, on_device, quads, random, warp_sum
+from .numerics import (
+    DEVICE_TYPES,
+    DTYPES,
+    INTERPRETED,
+    WARP_ORDERS,
+    IndexedRows,
+    full,
+    lane_sum,
+    layout,
+    on_device,
+    quads,
+    random,
+)
 
 CANDIDATES = tuple((implementation, order) for implementation in cuda.IMPLEMENTATIONS for order in WARP_ORDERS)
-CHUNK = 128
 
 
 def eager(norm, x, scale, shift):
@@ -52,13 +64,14 @@ def _rms_norm_modulate_kernel(
     p_x, p_update, p_gate, p_hidden, p_scale_0, p_shift_0, p_out_0, p_scale_1, p_shift_1, p_out_1,
     p_gate_index, p_mod_0_index, p_mod_1_index, tokens, x_batch, x_token, update_batch, update_token, gate_batch, gate_token,
     mod_0_batch, mod_0_token, mod_1_batch, mod_1_token, eps,
-    D: tl.constexpr, UPDATE: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, OUTPUTS: tl.constexpr, ORDER: tl.constexpr,
+    D: tl.constexpr, UPDATE: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, OUTPUTS: tl.constexpr, LANES: tl.constexpr,
+    ORDER: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     b = row // tokens
     t = row % tokens
-    o_d = tl.arange(0, 128)
+    o_d = tl.arange(0, 4 * LANES)
     p_x += b * x_batch + t * x_token + o_d
     if UPDATE:
         p_update += b * update_batch + t * update_token + o_d
@@ -66,9 +79,9 @@ def _rms_norm_modulate_kernel(
     if GATE:
         p_gate += _row(p_gate_index, row, b, t, gate_batch, gate_token) + o_d
 
-    b_sum = tl.zeros((128,), tl.float32)
+    b_sum = tl.zeros((4 * LANES,), tl.float32)
     if UPDATE or NORM:
-        for c in tl.range(0, D, 128, loop_unroll_factor=8):
+        for c in tl.range(0, D, 4 * LANES, loop_unroll_factor=8):
             b_x = tl.load(p_x + c)
             if UPDATE:
                 b_update = tl.load(p_update + c).to(tl.float32)
@@ -80,8 +93,8 @@ def _rms_norm_modulate_kernel(
             b_sum += b_square
     rstd = 1.0
     if NORM:
-        a_0, a_1, a_2, a_3 = quads(b_sum, 1, 32)
-        rstd = tl.rsqrt(warp_sum(((a_0 + a_1) + a_2) + a_3, 1, ORDER) * (1.0 / D) + eps)
+        a_0, a_1, a_2, a_3 = quads(b_sum, 1, LANES)
+        rstd = tl.rsqrt(lane_sum(((a_0 + a_1) + a_2) + a_3, 1, LEVELS, ORDER) * (1.0 / D) + eps)
 
     if not NORM and OUTPUTS == 0:
         return
@@ -90,7 +103,7 @@ def _rms_norm_modulate_kernel(
     if UPDATE:
         p_x = p_hidden
         tl.debug_barrier()
-    for c in tl.range(0, D, 128, loop_unroll_factor=8):
+    for c in tl.range(0, D, 4 * LANES, loop_unroll_factor=8):
         b_n = tl.load(p_x + c)
         if NORM:
             b_n = (b_n.to(tl.float32) * rstd).to(DTYPE)
@@ -107,6 +120,10 @@ def launch_rows(candidate, x, update, gate, hidden, modulations, outs, eps):
     """Launch either implementation on rows x [B, S, D]; what is None is left out. `candidate` is (implementation, order)."""
     implementation, order = candidate
     batch, tokens, width = x.shape
+    rows = batch * tokens
+    lanes = 32 if eps is None else lanes_of(rows)
+    if width % (4 * lanes):
+        raise ValueError(f"x: width {width} is not a multiple of {4 * lanes}")
     (scale_0, shift_0), (scale_1, shift_1) = (*modulations, (None, None), (None, None))[:2]
     out_0, out_1 = (*outs, None, None)[:2]
     steps = (*strides(x), *strides(update), *strides(gate), *strides(scale_0), *strides(scale_1))
@@ -115,18 +132,23 @@ def launch_rows(candidate, x, update, gate, hidden, modulations, outs, eps):
         row.values if isinstance(row, IndexedRows) else row for row in (gate, scale_0, shift_0, scale_1, shift_1)
     )
     tensors = (x, update, gate, hidden, scale_0, shift_0, out_0, scale_1, shift_1, out_1, *indices)
-    switches = (update is not None, gate is not None, eps is not None, len(modulations), order)
+    switches = (update is not None, gate is not None, eps is not None, len(modulations), lanes, order)
     with on_device(x):
         if implementation == "cuda":
-            rows = batch * tokens
-            cuda.launch(
-                x.device, "rms_norm_modulate", (x.dtype, width, *switches), -(-rows // 4), 128,
-                *cuda.addresses(*tensors), rows, tokens, *steps, eps or 0.0,
-            )  # fmt: skip
+            ints = [*cuda.addresses(*tensors), rows, tokens, *steps]
+            parameters = (x.dtype, width, *switches)
+            blocks, threads = (-(-rows // 4), 128) if lanes == 32 else (rows, lanes)
+            cuda.launch(x.device, "rms_norm_modulate", parameters, blocks, threads, ints, (eps or 0.0,))
         else:
-            _rms_norm_modulate_kernel[(batch * tokens,)](
-                *tensors, tokens, *steps, eps or 0.0, width, *switches, num_warps=1, enable_fp_fusion=False
+            _rms_norm_modulate_kernel[(rows,)](
+                *tensors, tokens, *steps, eps or 0.0, width, *switches, lanes.bit_length() - 1,
+                num_warps=lanes // 32, enable_fp_fusion=False,
             )  # fmt: skip
+
+
+def lanes_of(rows: int) -> int:
+    """How many lanes torch's reduction gives each of so many rows."""
+    return 512 >> (min(rows, 16).bit_length() - 1)
 
 
 def new_rows(x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +162,8 @@ def strides(x: torch.Tensor | IndexedRows | None) -> tuple[int, int]:
         return 0, 0
     if isinstance(x, IndexedRows):
         return 0, x.values.stride(0)
-    return x.stride(0), x.stride(1) if x.shape[1] > 1 else 0
+    batch, token, _ = x.stride()
+    return batch, token if x.shape[1] > 1 else 0
 
 
 def norm_key(norm):
@@ -197,17 +220,16 @@ def refusal_of_norm(norm, x: torch.Tensor) -> str | None:
     """Why the reduction over the rows of `x` cannot be reproduced; None if it can."""
     if norm_key(norm) is None:
         return "norm: not a plain RMSNorm without weights or hooks, so it is called"
-    if reason := refusal_of_width(x):
-        return reason
-    if x.shape[0] * x.shape[1] < 16:
-        return f"x: {x.shape[0] * x.shape[1]} rows; under 16 rows torch reduces in another order"
-    return None
+    rows = x.shape[0] * x.shape[1]
+    if rows < 16 and not cuda.INSTALLED and not INTERPRETED:
+        return f"x: {rows} rows; under 16 Triton's form of the reduction takes 11 s to compile, and cuda.core is not installed"
+    return refusal_of_width(x, lanes_of(rows))
 
 
-def refusal_of_width(x: torch.Tensor) -> str | None:
-    """Why rows of x's width and alignment cannot be read four elements at a time; None if they can."""
-    if x.shape[2] % CHUNK:
-        return f"x: width {x.shape[2]} is not a multiple of {CHUNK}"
+def refusal_of_width(x: torch.Tensor, lanes: int = 32) -> str | None:
+    """Why `lanes` threads cannot have four elements of a row each in every chunk; None if they can."""
+    if x.shape[2] % (4 * lanes):
+        return f"x: width {x.shape[2]} is not a multiple of {4 * lanes}"
     return None
 
 
@@ -239,8 +261,18 @@ def refusal(norm, x, scale, shift) -> str | None:
 
 def rehearsals(norm, x, scale, shift):
     """Synthetic arguments with enough rows to convict a wrong summation order, which a short live input may not."""
-    rows = random(1, 4098, x.shape[2], dtype=x.dtype, device=x.device)
-    yield norm, rows[:, 2:], rows[:, :1], rows[:, 1:2]
+    if norm is None:
+        return
+    row = random(1, 2, x.shape[2], dtype=x.dtype, device=x.device)
+    for rows in rehearsal_rows(x):
+        yield norm, rows, row[:, :1], row[:, 1:]
+
+
+def rehearsal_rows(x):
+    """4,096 rows at once, or where x has under 16, which torch reduces in another order, 64 times as many as x has."""
+    rows = x.shape[0] * x.shape[1]
+    trials = (1, 4096) if rows >= 16 else (64, rows)
+    return random(trials[0], 1, trials[1], x.shape[2], dtype=x.dtype, device=x.device, seed=1)
 
 
 def launch(candidate, norm, x, scale, shift):
@@ -271,7 +303,7 @@ def rms_norm_modulate(norm, x, scale, shift, *, candidate=CANDIDATES[0]):
 
     Args:
         norm: a diffusers ``RMSNorm`` without weight, of which only eps is read; or None for the modulation alone.
-        x: [B, S, D], bf16, fp16 or fp32; at least 16 rows, D a multiple of 128, last dimension contiguous.
+        x: [B, S, D], bf16, fp16 or fp32; D a multiple of 128 (of more under 16 rows), last dimension contiguous.
         scale, shift: [B, 1, D], [B, S, D] or IndexedRows, of x's dtype and device, with equal strides.
         candidate: (implementation, order of the final warp sum), one of ``CANDIDATES``.
 
