@@ -95,12 +95,12 @@ class FirstSight:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                failures.append(f"candidate {candidate!r} failed ({_told(error)})")
+                failures.append(f"{_named(candidate)} failed ({_told(error)})")
                 continue
             if agreed:
                 how = "bit-equal on the live input" + (" and in rehearsal" if rehearsed else "")
                 return Verdict(True, candidate, how if candidate is None else f"{candidate}: {how}")
-            failures.append(f"candidate {candidate!r} gave other bits than the eager chain")
+            failures.append(f"{_named(candidate)} gave other bits than the eager chain")
         return Verdict(False, None, self._complain("; ".join(failures)))
 
     def _complain(self, cause: str) -> str:
@@ -120,6 +120,11 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
+def _named(candidate) -> str:
+    return "its kernel" if candidate is None else f"its kernel {candidate!r}"
+
+
 def _advice(cause: str) -> str:
-    unwritable = "Read-only file system" in cause or "PermissionError" in cause
-    return " Set TRITON_CACHE_DIR to a writable folder." if unwritable else ""
+    if "Read-only file system" in cause or "PermissionError" in cause:
+        return " Set TRITON_CACHE_DIR to a writable folder."
+    return " `python -m ltx2_fastpath` says what to do."
