@@ -9,6 +9,7 @@ import threading
 import weakref
 
 import torch
+from torch.nn.modules import module as torch_module
 
 from .first_sight import FirstSight
 from .report import Report
@@ -108,8 +109,10 @@ class FastPath:
         return bool(patches) and all(patch and patch.owns(block) for patch, block in zip(patches, self._blocks()))
 
     def blocks_take_rows(self) -> bool:
-        """Whether every block understands `IndexedRows`."""
-        return self.covers_all_blocks and not self.is_compiled()
+        """Whether every block understands `IndexedRows`, and no hook reads what the blocks are given."""
+        hooked = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+        hooked = hooked or any(block._forward_hooks or block._forward_pre_hooks for block in self._blocks())
+        return self.covers_all_blocks and not self.is_compiled() and not hooked
 
     def count_stock(self, place: str, reason: str) -> None:
         """Note for the report that a patched forward took the stock path."""
