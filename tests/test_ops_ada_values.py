@@ -6,6 +6,7 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerB
 
 from ltx2_fastpath.first_sight import same_bits
 from ltx2_fastpath.ops import ada_values as op
+from ltx2_fastpath.ops.numerics import IndexedRows, full
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_memory")]
 DTYPES = (torch.float32, torch.float16)
@@ -52,6 +53,26 @@ def test_strided_tembs(normal):
         (other, normal(6 * 7).expand(2, 3, -1)),  # one row serves all
         (table, wide[:2].transpose(0, 1)[:2, :, : 9 * 40]),  # tokens lie further apart than batch rows
     )
+    assert same_bits(op.ada_values(*pairs), op.eager(*pairs))
+
+
+def test_indexed_tembs_give_indexed_values(normal):
+    """Of a temb with few distinct rows only those are added to; the index goes along."""
+    (table, _), (other, row), (cross, per_token), _ = make_pairs(normal)
+    index = torch.tensor([[0, 2, 2, 1], [1, 0, 0, 2]], dtype=torch.int32)
+    indexed = IndexedRows(normal(3, 9 * 40), index)
+    for temb in (indexed, IndexedRows(normal(5, 2 * 9 * 40)[:, 3 : 3 + 9 * 40], index)):
+        pairs = ((table, temb), (other, row), (cross, per_token))
+        plain = ((table, temb.full()), *pairs[1:])
+        assert temb.full().shape == (2, 4, 360) and torch.equal(temb.full()[1, 3], temb.values[2])
+        for values in (op.ada_values(*pairs), op.eager(*pairs)):
+            assert all(value.index is index and value.values.shape == (temb.values.shape[0], 40) for value in values[0])
+            assert same_bits([[full(value) for value in of_pair] for of_pair in values], op.eager(*plain))
+    assert op.refusal(*pairs) is None and op.signature(*pairs) != op.signature(*plain)
+
+
+def test_batches_may_differ(normal):
+    pairs = (normal(2, 8), normal(3, 2, 16)), (normal(3, 8), normal(1, 4, 24))
     assert same_bits(op.ada_values(*pairs), op.eager(*pairs))
 
 
@@ -102,7 +123,6 @@ REFUSALS = {
     "device of a table": (lambda a, b: ((a[0].to("meta"), a[1]),), "table 0: on meta"),
     "device of a temb": (lambda a, b: (a, (b[0], b[1].to("meta"))), "temb 1: on meta"),
     "a device without kernels": (lambda a, b: ((a[0].to("meta"), a[1].to("meta")),), "table 0: on meta"),
-    "batch": (lambda a, b: (a, (b[0], b[1][:1])), "temb 1: batch 1, expected 2"),
     "width": (lambda a, b: (a, (b[0], b[1][..., :-1])), "temb 1: width 41, but table 1"),
     "number of rows": (lambda a, b: (a, (b[0][:5], b[1])), "temb 1: width 42, but table 1"),
     "layout of a table": (lambda a, b: (a, (b[0].t().contiguous().t(), b[1])), "table 1: rows must be contiguous"),

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from diffusers.models.normalization import RMSNorm
-from test_ops_rms_norm_modulate import assert_close, hooked, make_norm, shifted
+from test_ops_rms_norm_modulate import assert_close, hooked, make_indexed, make_norm, shifted
 from test_ops_rms_norm_modulate import contract as norm_contract
 
 from ltx2_fastpath.bench import models
 from ltx2_fastpath.first_sight import same_bits
 from ltx2_fastpath.ops import gated_residual as op
-from ltx2_fastpath.ops.numerics import HALVES, PAIRS
+from ltx2_fastpath.ops.numerics import HALVES, PAIRS, IndexedRows, full
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_memory")]
 DTYPES = (torch.float32, torch.float16)
@@ -149,6 +149,34 @@ def test_row_gate_beside_per_token_modulation_and_the_reverse(normal):
     *args, first, second = make_args(normal)
     mixed = *args, first, tuple(value.repeat(1, 9, 1) for value in second)
     assert same_bits(op.gated_residual(*mixed), contract(*args, first, second))
+
+
+def test_indexed_gate_and_modulations_are_per_token_ones(normal):
+    norm, x, update, row_gate, row_pair = make_args(normal, modulations=1)
+    gate, *ada = make_indexed(normal, count=5)
+    for args in (
+        (norm, x, update, gate, ada[:2], ada[2:]),
+        (norm, x, update, gate, ada[:2]),
+        (norm, x, update, gate, row_pair, ada[2:]),
+        (norm, x, update, row_gate, ada[:2]),
+        (norm, x, update, None, ada[:2]),
+        (norm, x, update, gate),
+        (None, x, update, gate),
+    ):
+        plain = *map(full, args[:4]), *(tuple(map(full, pair)) for pair in args[4:])
+        assert op.refusal(*args) is None
+        assert same_bits(op.gated_residual(*args), contract(*plain))
+        assert same_bits(op.eager(*args), op.eager(*plain))
+
+
+def test_refusal_of_indexed_gate_and_modulations_names_the_argument(normal):
+    norm, x, update, *_ = make_args(normal, modulations=0)
+    gate, *ada = make_indexed(normal, count=5)
+    short = IndexedRows(gate.values, gate.index[:, :4])
+    with pytest.raises(ValueError, match="^gated_residual: gate: index"):
+        op.gated_residual(norm, x, update, short, ada[:2])
+    with pytest.raises(ValueError, match="^gated_residual: scale 1: index"):
+        op.gated_residual(norm, x, update, gate, ada[:2], (short, short))
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in")

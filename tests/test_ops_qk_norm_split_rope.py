@@ -3,6 +3,7 @@
 import pytest
 import torch
 from diffusers.models.transformers import transformer_ltx2
+from test_ops_rms_norm_modulate import rsqrt
 
 from ltx2_fastpath.first_sight import same_bits
 from ltx2_fastpath.ops import qk_norm_split_rope as op
@@ -44,7 +45,7 @@ def contract_of_side(norm, x, rope):
             low, high = lanes.chunk(2, dim=-1)
             lanes = low + high
         w_0, w_1, w_2, w_3 = lanes.squeeze(-1).unbind(-1)
-        rstd = 1 / (((w_0 + w_2) + (w_1 + w_3)) / x.shape[2] + norm.eps).sqrt()
+        rstd = rsqrt(((w_0 + w_2) + (w_1 + w_3)) / x.shape[2] + norm.eps)
         x = (norm.weight.float() * (rstd[..., None] * values)).to(x.dtype)
     if rope is None:
         return x

@@ -1,5 +1,6 @@
 """rms_norm_modulate: norm, scale and shift in one launch, under Triton's interpreter."""
 
+import numpy as np
 import pytest
 import torch
 from diffusers.models.normalization import RMSNorm
@@ -7,7 +8,7 @@ from diffusers.models.normalization import RMSNorm
 from ltx2_fastpath.bench import models
 from ltx2_fastpath.first_sight import same_bits
 from ltx2_fastpath.ops import rms_norm_modulate as op
-from ltx2_fastpath.ops.numerics import HALVES, PAIRS
+from ltx2_fastpath.ops.numerics import HALVES, PAIRS, IndexedRows
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_memory")]
 DTYPES = (torch.float32, torch.float16)
@@ -33,9 +34,14 @@ def contract(norm, x, scale, shift, order=HALVES):
             lanes = lanes + chunk * chunk
         first, second, third, fourth = lanes.unbind(3)
         total = warp_sum(((first + second) + third) + fourth, order)
-        rstd = 1 / (total * (1 / x.shape[2]) + norm.eps).sqrt()
+        rstd = rsqrt(total * (1 / x.shape[2]) + norm.eps)
         x = (values * rstd).to(x.dtype)
     return x * (1 + scale) + shift
+
+
+def rsqrt(x):
+    """numpy's, as it is in the interpreter; torch's own rounds a few values to the other side."""
+    return torch.from_numpy(1 / np.sqrt(x.numpy()))
 
 
 def warp_sum(lanes, order):
@@ -141,6 +147,51 @@ def test_strided_inputs(normal, with_norm):
     one_row_for_all = normal(256).expand(2, 1, 256)
     result = op.rms_norm_modulate(norm, tokens_first, one_row_for_all, one_row_for_all)
     assert torch.equal(result, contract(norm, x, one_row_for_all, one_row_for_all))
+
+
+def make_indexed(normal, *, count=2, rows=3, batch=2, tokens=9, width=256, dtype=torch.float32):
+    """Per-token values of few distinct rows, as the host unbinds its ada values: strided, with one index."""
+    values = normal(rows, count, width, dtype=dtype).unbind(1)
+    index = torch.randint(rows, (batch, tokens), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    return [IndexedRows(value, index) for value in values]
+
+
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_indexed_modulation_is_per_token_modulation(normal, with_norm):
+    norm, x, *_ = make_args(normal)
+    norm = norm if with_norm else None
+    scale, shift = make_indexed(normal)
+    assert op.refusal(norm, x, scale, shift) is None
+    result = op.rms_norm_modulate(norm, x, scale, shift)
+    assert torch.equal(result, contract(norm, x, scale.full(), shift.full()))
+    assert torch.equal(op.eager(norm, x, scale, shift), op.eager(norm, x, scale.full(), shift.full()))
+    assert op.signature(norm, x, scale, shift) != op.signature(norm, x, scale.full(), shift.full())
+
+
+INDEXED_REFUSALS = {
+    "shape of the index": (lambda s, b: (IndexedRows(s.values, s.index[:, :4]), b), "scale: index torch.int32 [2, 4]"),
+    "dtype of the index": (lambda s, b: (IndexedRows(s.values, s.index.long()), b), "scale: index torch.int64"),
+    "layout of the index": (lambda s, b: (IndexedRows(s.values, s.index.t().contiguous().t()), b), "scale: index"),
+    "device of the index": (lambda s, b: (s, IndexedRows(b.values, b.index.to("meta"))), "shift: index on meta"),
+    "width of the rows": (lambda s, b: (IndexedRows(s.values[:, :128], s.index), b), "scale: values torch.float32 [3, 128]"),
+    "dtype of the rows": (lambda s, b: (s, IndexedRows(b.values.half(), b.index)), "shift: values torch.float16"),
+    "layout of the rows": (lambda s, b: (IndexedRows(s.values.t().contiguous().t(), s.index), b), "scale: value rows must be"),
+    "alignment of the rows": (lambda s, b: (IndexedRows(shifted(s.values), s.index), b), "scale: value rows must be"),
+    "one full": (lambda s, b: (s, b.full()), "shift: indexed rows, or not, as scale"),
+    "another index": (lambda s, b: (s, IndexedRows(b.values, b.index.clone())), "shift: its index must be scale's"),
+    "shift strided unlike scale": (lambda s, b: (s, IndexedRows(b.values.contiguous(), b.index)), "shift: shape and strides"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXED_REFUSALS)
+def test_refusal_of_indexed_modulation_names_the_argument(normal, no_computation, case):
+    change, named = INDEXED_REFUSALS[case]
+    norm, x, *_ = make_args(normal)
+    bad = change(*make_indexed(normal))
+    with no_computation:
+        assert named in op.refusal(norm, x, *bad)
+    with pytest.raises(ValueError, match="^rms_norm_modulate: "):
+        op.rms_norm_modulate(norm, x, *bad)
 
 
 def test_eps_is_the_modules(normal):
