@@ -6,6 +6,7 @@ every call, 288 times a forward; this one does not.
 """
 
 import functools
+import threading
 
 import torch
 
@@ -104,10 +105,11 @@ def _by_head(x, heads):
     return x.view(*x.shape[:2], heads, -1)
 
 
-class _MaskPreparation:
+class _MaskPreparation(threading.local):
     """The host's mask preparation, done once for the layers that get the same mask instead of in each.
 
-    Only masks with one row for all queries are kept: a full one, repeated for every head, can be gigabytes.
+    Only masks with one row for all queries are kept: a full one, repeated for every head, can be gigabytes. Each thread keeps its
+    own, because another thread's may still be on its way on another CUDA stream.
     """
 
     def __init__(self):

@@ -9,6 +9,7 @@ import functools
 from ltx2_fastpath.ops.numerics import IndexedRows, full
 
 from .host import transformer_ltx2
+from .streams import AudioStreams
 
 
 def make_forward(fast):
@@ -16,6 +17,7 @@ def make_forward(fast):
     stock = transformer_ltx2.LTX2VideoTransformerBlock.forward
     sites = fast.sites
     prefix = sites["guidance.prefix"]
+    streams = AudioStreams()
 
     @functools.wraps(stock)
     def forward(
@@ -92,100 +94,102 @@ def make_forward(fast):
                 (audio_table[4:], temb_ca_audio_gate),
             ]
         video_ada, audio_ada, *rest = sites["ada_values"](*pairs)
+        prompt_ada = audio_prompt_ada = None
+        if prompt_pairs:
+            prompt_ada, audio_prompt_ada, *rest = rest
+        elif self.cross_attn_adaln:
+            prompt_ada = _prompt_modulation(self, self.prompt_scale_shift_table, temb_prompt, video)
+            audio_prompt_ada = _prompt_modulation(self, self.audio_prompt_scale_shift_table, temb_prompt_audio, audio)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = video_ada[:6]
         audio_shift_msa, audio_scale_msa, audio_gate_msa, audio_shift_mlp, audio_scale_mlp, audio_gate_mlp = audio_ada[:6]
 
-        # 1. Self-attention.
-        normed = sites["norm1"](self.norm1, video, scale_msa, shift_msa)
-        video_update = self.attn1(
-            hidden_states=normed,
-            encoder_hidden_states=None,
-            query_rotary_emb=video_rotary_emb,
-            attention_mask=self_attention_mask,
-            **perturbation,
-        )
-        normed = sites["audio_norm1"](self.audio_norm1, audio, audio_scale_msa, audio_shift_msa)
-        audio_update = self.audio_attn1(
-            hidden_states=normed,
-            encoder_hidden_states=None,
-            query_rotary_emb=audio_rotary_emb,
-            attention_mask=audio_self_attention_mask,
-            **perturbation,
-        )
+        with streams.beside(self, video.device) as beside:
+            # 1. Video: self-attention, then text cross-attention.
+            normed = sites["norm1"](self.norm1, video, scale_msa, shift_msa)
+            video_update = self.attn1(
+                hidden_states=normed,
+                encoder_hidden_states=None,
+                query_rotary_emb=video_rotary_emb,
+                attention_mask=self_attention_mask,
+                **perturbation,
+            )
+            text, modulations, video_gate = encoder_hidden_states, (), None
+            if prompt_ada is not None:
+                shift, scale = prompt_ada
+                text = sites["text"](None, text, scale, shift)
+            if self.video_cross_attn_adaln:
+                shift, scale, video_gate = video_ada[6:9]
+                modulations = ((scale, shift),)
+            video, normed = sites["norm2"](self.norm2, video, video_update, gate_msa, *modulations)
+            video_update = self.attn2(
+                normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=encoder_attention_mask
+            )
 
-        # 2. Text cross-attention.
-        text, audio_text = encoder_hidden_states, audio_encoder_hidden_states
-        if self.cross_attn_adaln:
-            if prompt_pairs:
-                (shift, scale), (audio_shift, audio_scale) = rest[:2]
-                rest = rest[2:]
-            else:
-                shift, scale = _prompt_modulation(self, self.prompt_scale_shift_table, temb_prompt, video)
-                audio_shift, audio_scale = _prompt_modulation(self, self.audio_prompt_scale_shift_table, temb_prompt_audio, audio)
-            text = sites["text"](None, text, scale, shift)
-            audio_text = sites["audio_text"](None, audio_text, audio_scale, audio_shift)
-
-        modulations, gate = (), None
-        if self.video_cross_attn_adaln:
-            shift, scale, gate = video_ada[6:9]
-            modulations = ((scale, shift),)
-        video, normed = sites["norm2"](self.norm2, video, video_update, gate_msa, *modulations)
-        video_update, video_gate = (
-            self.attn2(normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=encoder_attention_mask),
-            gate,
-        )
-
-        modulations, gate = (), None
-        if self.audio_cross_attn_adaln:
-            shift, scale, gate = audio_ada[6:9]
-            modulations = ((scale, shift),)
-        audio, normed = sites["audio_norm2"](self.audio_norm2, audio, audio_update, audio_gate_msa, *modulations)
-        audio_update, audio_gate = (
-            self.audio_attn2(
-                normed, encoder_hidden_states=audio_text, query_rotary_emb=None, attention_mask=audio_encoder_attention_mask
-            ),
-            gate,
-        )
-
-        # 3. Audio-to-video and video-to-audio cross-attention, both from the streams as they are before either.
-        if cross_modal:
-            (video_a2v_scale, video_a2v_shift, video_v2a_scale, video_v2a_shift), (a2v_gate,) = rest[:2]
-            (audio_a2v_scale, audio_a2v_shift, audio_v2a_scale, audio_v2a_shift), (v2a_gate,) = rest[2:]
-            video, video_a2v, video_v2a = sites["audio_to_video_norm"](
-                self.audio_to_video_norm, video, video_update, video_gate,
-                (video_a2v_scale, video_a2v_shift), (video_v2a_scale, video_v2a_shift),
-            )  # fmt: skip
-            audio, audio_a2v, audio_v2a = sites["video_to_audio_norm"](
-                self.video_to_audio_norm, audio, audio_update, audio_gate,
-                (audio_a2v_scale, audio_a2v_shift), (audio_v2a_scale, audio_v2a_shift),
-            )  # fmt: skip
-            video_update = audio_update = None
-            if use_a2v_cross_attention:
-                video_gate = a2v_gate
-                video_update = self.audio_to_video_attn(
-                    video_a2v,
-                    encoder_hidden_states=audio_a2v,
-                    query_rotary_emb=ca_video_rotary_emb,
-                    key_rotary_emb=ca_audio_rotary_emb,
-                    attention_mask=a2v_cross_attention_mask,
+            # 2. Audio: the same.
+            with beside.audio():
+                normed = sites["audio_norm1"](self.audio_norm1, audio, audio_scale_msa, audio_shift_msa)
+                audio_update = self.audio_attn1(
+                    hidden_states=normed,
+                    encoder_hidden_states=None,
+                    query_rotary_emb=audio_rotary_emb,
+                    attention_mask=audio_self_attention_mask,
+                    **perturbation,
                 )
-            if use_v2a_cross_attention:
-                audio_gate = v2a_gate
-                audio_update = self.video_to_audio_attn(
-                    audio_v2a,
-                    encoder_hidden_states=video_v2a,
-                    query_rotary_emb=ca_audio_rotary_emb,
-                    key_rotary_emb=ca_video_rotary_emb,
-                    attention_mask=v2a_cross_attention_mask,
+                audio_text, modulations, audio_gate = audio_encoder_hidden_states, (), None
+                if audio_prompt_ada is not None:
+                    shift, scale = audio_prompt_ada
+                    audio_text = sites["audio_text"](None, audio_text, scale, shift)
+                if self.audio_cross_attn_adaln:
+                    shift, scale, audio_gate = audio_ada[6:9]
+                    modulations = ((scale, shift),)
+                audio, normed = sites["audio_norm2"](self.audio_norm2, audio, audio_update, audio_gate_msa, *modulations)
+                audio_update = self.audio_attn2(
+                    normed, encoder_hidden_states=audio_text, query_rotary_emb=None, attention_mask=audio_encoder_attention_mask
                 )
 
-        # 4. Feed-forward.
-        video, normed = _step(sites, "norm3", self.norm3, video, video_update, video_gate, scale_mlp, shift_mlp)
-        video = sites["residual"](None, video, self.ff(normed), gate_mlp)
-        audio, normed = _step(
-            sites, "audio_norm3", self.audio_norm3, audio, audio_update, audio_gate, audio_scale_mlp, audio_shift_mlp
-        )
-        audio = sites["audio_residual"](None, audio, self.audio_ff(normed), audio_gate_mlp)
+            # 3. Audio-to-video and video-to-audio cross-attention, both from the streams as they are before either.
+            if cross_modal:
+                (video_a2v_scale, video_a2v_shift, video_v2a_scale, video_v2a_shift), (a2v_gate,) = rest[:2]
+                (audio_a2v_scale, audio_a2v_shift, audio_v2a_scale, audio_v2a_shift), (v2a_gate,) = rest[2:]
+                video, video_a2v, video_v2a = sites["audio_to_video_norm"](
+                    self.audio_to_video_norm, video, video_update, video_gate,
+                    (video_a2v_scale, video_a2v_shift), (video_v2a_scale, video_v2a_shift),
+                )  # fmt: skip
+                with beside.audio():
+                    audio, audio_a2v, audio_v2a = sites["video_to_audio_norm"](
+                        self.video_to_audio_norm, audio, audio_update, audio_gate,
+                        (audio_a2v_scale, audio_a2v_shift), (audio_v2a_scale, audio_v2a_shift),
+                    )  # fmt: skip
+                beside.meet()
+                video_update = audio_update = None
+                if use_a2v_cross_attention:
+                    video_gate = a2v_gate
+                    video_update = self.audio_to_video_attn(
+                        video_a2v,
+                        encoder_hidden_states=audio_a2v,
+                        query_rotary_emb=ca_video_rotary_emb,
+                        key_rotary_emb=ca_audio_rotary_emb,
+                        attention_mask=a2v_cross_attention_mask,
+                    )
+                if use_v2a_cross_attention:
+                    audio_gate = v2a_gate
+                    with beside.audio():
+                        audio_update = self.video_to_audio_attn(
+                            audio_v2a,
+                            encoder_hidden_states=video_v2a,
+                            query_rotary_emb=ca_audio_rotary_emb,
+                            key_rotary_emb=ca_video_rotary_emb,
+                            attention_mask=v2a_cross_attention_mask,
+                        )
+
+            # 4. Feed-forward.
+            video, normed = _step(sites, "norm3", self.norm3, video, video_update, video_gate, scale_mlp, shift_mlp)
+            video = sites["residual"](None, video, self.ff(normed), gate_mlp)
+            with beside.audio():
+                audio, audio_normed = _step(
+                    sites, "audio_norm3", self.audio_norm3, audio, audio_update, audio_gate, audio_scale_mlp, audio_shift_mlp
+                )
+                audio = sites["audio_residual"](None, audio, self.audio_ff(audio_normed), audio_gate_mlp)
         return video, audio
 
     return forward

@@ -54,6 +54,7 @@ REFUSALS = {
     "layout": (lambda x: (x.t(), "tanh"), "x: must be contiguous"),
     "size": (lambda x: (x.new_empty(1, 12), "tanh"), "with a multiple of 8 elements; got [1, 12]"),
     "no elements": (lambda x: (x.new_empty(0, 16), "tanh"), "x: empty"),
+    "few elements": (lambda x: (x[:4], "tanh"), "x: 32768 elements"),
     "another approximation": (lambda x: (x, "none"), "approximate: 'none'"),
 }
 
@@ -64,7 +65,7 @@ def test_refusal_names_the_argument(monkeypatch, case):
     change, named = REFUSALS[case]
     monkeypatch.setattr(cuda, "IMPLEMENTATIONS", ("cuda", "triton"))
     with FakeTensorMode():
-        good = torch.empty(4, 16, dtype=torch.bfloat16, device="cuda")
+        good = torch.empty(1024, 8192, dtype=torch.bfloat16, device="cuda")
         bad = change(good)
         assert op.refusal(good, "tanh") is None
         assert named in op.refusal(*bad)

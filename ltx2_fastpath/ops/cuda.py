@@ -61,6 +61,12 @@ def addresses(*tensors: torch.Tensor | None) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
+@functools.lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @functools.lru_cache(maxsize=512)
 def _prepared(device, kernel, parameters):
     from cuda.bindings import driver

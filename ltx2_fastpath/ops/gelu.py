@@ -19,6 +19,7 @@ from . import cuda
 from .numerics import layout, on_device
 
 CANDIDATES = ("cuda",)
+_FEW = 2**23  # 0.85x torch's speed at a million elements, 1.08x at a hundred million
 _LOW, _SIZE = 0x3A00, 2048  # bits of 2^-11; 2,048 steps of 128 per power of two
 
 
@@ -43,6 +44,8 @@ def refusal(x, approximate) -> str | None:
         return f"x: must be contiguous and aligned, with a multiple of 8 elements; got {list(x.shape)}, strides {x.stride()}"
     if x.numel() == 0:
         return "x: empty"
+    if x.numel() < _FEW:
+        return f"x: {x.numel()} elements; torch's kernel is faster for so few"
     if approximate != "tanh":
         return f"approximate: {approximate!r}, expected 'tanh'"
     return None
@@ -59,11 +62,6 @@ def _table(device, approximate):
     return eager(torch.cat((magnitudes, -magnitudes)), approximate)
 
 
-@functools.lru_cache(maxsize=16)
-def _blocks(device) -> int:
-    return 8 * torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def launch(candidate, x, approximate):
     """Launch without checks; `refusal` must have returned None for this layout."""
     return _launch(x, approximate)
@@ -73,7 +71,7 @@ def _launch(x, approximate):
     out = torch.empty_like(x)
     count = x.numel() // 8
     with on_device(x):
-        blocks = min(-(-count // 256), _blocks(x.device))
+        blocks = min(-(-count // 256), 8 * cuda.multiprocessors(x.device))
         ints = [*cuda.addresses(x, out, _table(x.device, approximate)), count, _LOW]
         cuda.launch(x.device, "gelu", (_SIZE,), blocks, 256, ints)
     return out

@@ -31,7 +31,7 @@ rms_norm_modulate(const void *__restrict__ x, const void *__restrict__ update, c
     typedef Dtype<DTYPE> T;
     constexpr int CHUNKS = D / (4 * LANES);
     const int lane = threadIdx.x % LANES;
-    const long long row = LANES == 32 ? blockIdx.x * 4LL + threadIdx.x / 32 : blockIdx.x;
+    const long long row = blockIdx.x * (long long)(blockDim.x / LANES) + threadIdx.x / LANES;
     if (row >= rows) return;
     const long long b = row / tokens, t = row % tokens;
     const unsigned zero = (unsigned)(rows >> 63);
