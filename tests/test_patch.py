@@ -169,6 +169,31 @@ def test_undo_restores_the_namespace(before):
     assert namespaces(layer) == held
 
 
+def test_undo_leaves_the_bound_method_that_a_removed_hook_left():
+    layer = Layer()
+    add("accelerate", layer)
+    remove("accelerate", layer)
+    held = namespaces(layer)
+    assert "forward" in vars(layer)
+    patch = Patch(layer, Layer.forward, replacement)
+    patch.apply()
+    assert called(layer) == ["ours"]
+    patch.undo()
+    assert namespaces(layer) == held
+
+
+@pytest.mark.parametrize("kind", ["accelerate", "wrapping"])
+def test_undo_reaches_what_hooks_only_remember(kind):
+    """A hook's wrapper tells `inspect` what it wraps; nothing calls it, but it would keep the handle and be pickled."""
+    layer = Layer()
+    patch = Patch(layer, Layer.forward, replacement)
+    patch.apply()
+    add(kind, layer)
+    assert layer.forward.__wrapped__.__func__ is replacement
+    patch.undo()
+    assert layer.forward.__wrapped__.__func__ is Layer.forward
+
+
 @pytest.mark.parametrize(
     "foreign",
     [
@@ -271,6 +296,43 @@ def test_deepcopy_computes_with_its_own_weights(stand_ins, any_width, transforme
     launched = stand_ins.total()
     assert equal(forward(twin), changed) and stand_ins.total() == launched
     assert equal(forward(transformer), original)
+
+
+def test_deepcopy_of_hooked_blocks(stand_ins, any_width):
+    """Under accelerate's hooks. A copy under diffusers' own runs the original's forward, with or without us."""
+    transformer = models.tiny_transformer("2.3")
+    expected = forward(transformer)
+    for block in transformer.transformer_blocks:
+        block.calls = []
+        add("accelerate", block)
+    ltx2_fastpath.enable(transformer)
+    twin = copy.deepcopy(transformer)
+    ltx2_fastpath.disable(transformer)
+    handle = ltx2_fastpath.enable(twin)
+    assert handle.active and not handle.skipped
+    for _ in range(2):
+        assert equal(forward(twin), expected)
+    assert handle.sites["norm1"].fast > 0 and not handle.stock_calls
+    ltx2_fastpath.disable(twin)
+    assert equal(forward(twin), expected)
+    assert [block.calls for block in twin.transformer_blocks] == [["accelerate"] * 3] * 2
+    assert [block.calls for block in transformer.transformer_blocks] == [[], []]
+
+
+def test_block_shared_by_two_transformers_belongs_to_the_first(stand_ins, any_width):
+    first, second = models.tiny_transformer("2.3"), models.tiny_transformer("2.3", seed=1)
+    second.transformer_blocks[1] = first.transformer_blocks[1]
+    expected = forward(first), forward(second)
+    handle, other = ltx2_fastpath.enable(first), ltx2_fastpath.enable(second)
+    assert not handle.skipped and "transformer_blocks.1" in other.skipped and "transformer_blocks.0" not in other.skipped
+    for _ in range(2):
+        assert equal(forward(first), expected[0]) and equal(forward(second), expected[1])
+    ltx2_fastpath.disable(second)
+    assert equal(forward(second), expected[1]) and equal(forward(first), expected[0])
+    assert handle.active and handle.sites["norm1"].fast > 2
+    ltx2_fastpath.disable(first)
+    launched = stand_ins.total()
+    assert equal(forward(first), expected[0]) and equal(forward(second), expected[1]) and stand_ins.total() == launched
 
 
 def transformer_version(transformer) -> str:
