@@ -27,7 +27,6 @@ from .rope_tables import Rope
 CHUNK = 512
 HEAD_DIMS = (64, 128)
 NO_ROPE, FULL, ONE_ROW, TWO_ROWS = range(4)  # how the CUDA kernel finds a token's cos and sin
-BLOCKS_A_MULTIPROCESSOR = 6
 CANDIDATES = cuda.IMPLEMENTATIONS
 
 
@@ -276,8 +275,6 @@ def _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, same_tab
             parameters = (q.dtype, width, head_dim, norm, kind, paired)
             ints = [*cuda.addresses(*tensors, table_rows_q, table_rows_k), *sizes]
             blocks = blocks // 2 if paired else blocks
-            if kind == TWO_ROWS:
-                blocks = min(blocks, BLOCKS_A_MULTIPROCESSOR * cuda.multiprocessors(q.device))
             cuda.launch(q.device, "qk_norm_split_rope", parameters, blocks, 128, ints, (eps_q, eps_k))
         else:
             # More warps make the split trees shuffle through shared memory: 25,000 µs at 8 against 115 at 4.

@@ -135,10 +135,9 @@ def launch_rows(candidate, x, update, gate, hidden, modulations, outs, eps):
     switches = (update is not None, gate is not None, eps is not None, len(modulations), lanes, order)
     with on_device(x):
         if implementation == "cuda":
-            ints = [*cuda.addresses(*tensors), rows, tokens, *steps]
+            ints = [*cuda.addresses(*tensors), tokens, *steps]
             parameters = (x.dtype, width, *switches)
-            blocks, threads = (-(-rows // 4), 128) if lanes == 32 else (rows, lanes)
-            cuda.launch(x.device, "rms_norm_modulate", parameters, blocks, threads, ints, (eps or 0.0,))
+            cuda.launch(x.device, "rms_norm_modulate", parameters, rows, lanes, ints, (eps or 0.0,))
         else:
             _rms_norm_modulate_kernel[(rows,)](
                 *tensors, tokens, *steps, eps or 0.0, width, *switches, lanes.bit_length() - 1,
