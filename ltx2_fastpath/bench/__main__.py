@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     forward.add_argument("--batch-size", type=_positive, default=1, metavar="N", help="rows (default: 1)")
     forward.add_argument("--guidance", choices=("cfg", "stg", "isolated"), default="cfg", help="default: %(default)s")
     section("step", "the three guidance passes of a denoising step: eager, fast, compiled", model, clips)
-    section("small", "a forward so short that the host is the limit: eager, fast", model)
+    section("small", "a forward so short that the host is the limit: eager, fast, and both as CUDA graphs", model)
     return main
 
 

@@ -20,7 +20,8 @@ COMPILED_ARMS = (COMPILED, FAST_COMPILED)
 #: Arms and guidance passes of each section, with the rows of each pass for one video.
 FORWARD_ARMS = (EAGER, FAST, COMPILED, FAST_COMPILED, FLOOR)
 STEP_ARMS, STEP_PASSES = (EAGER, FAST, COMPILED), {"cfg": 2, "stg": 1, "isolated": 1}
-SMALL_ARMS, SMALL_CLIP = (EAGER, FAST), Clip(512, 768, 9)
+EAGER_GRAPH, FAST_GRAPHS = "eager as a graph", "fast + graphs"
+SMALL_ARMS, SMALL_CLIP = (EAGER, FAST, EAGER_GRAPH, FAST_GRAPHS), Clip(512, 768, 9)
 
 _LATENTS = ("hidden_states", "audio_hidden_states")
 _TEXT = ("encoder_hidden_states", "audio_encoder_hidden_states")
@@ -182,7 +183,7 @@ def _prepare(section, instances, inputs, arms, meter, progress) -> dict[str, Cal
             record["max_abs_difference"] = {
                 key: (outputs[key].float() - value.float()).abs().max().item() for key, value in expected.items()
             }
-        if name == FAST and not all(record["equal"].values()):
+        if name in (FAST, FAST_GRAPHS) and not all(record["equal"].values()):
             section["equal"] = False
             break
     return calls
@@ -199,6 +200,12 @@ def _call(name: str, instances: Instances, inputs: dict[str, dict]) -> Callable[
 
     if name == FLOOR:
         return floor.record(instances.stock, lambda: forwards(instances.stock))
+    if name == EAGER_GRAPH:
+        return _captured(lambda: forwards(instances.stock))
+    if name == FAST_GRAPHS:
+        replayed = models.twin(instances.stock)
+        ltx2_fastpath.enable(replayed, cuda_graphs=True)
+        return lambda: forwards(replayed)
     transformer = {
         EAGER: instances.stock,
         COMPILED: instances.compiled,
@@ -209,6 +216,20 @@ def _call(name: str, instances: Instances, inputs: dict[str, dict]) -> Callable[
         # The host branches on a tensor in the block that spatio-temporal guidance perturbs, which breaks that block's graph.
         transformer.compile_repeated_blocks(fullgraph="stg" not in inputs, dynamic=False)
     return lambda: forwards(transformer)
+
+
+def _captured(call: Callable) -> Callable:
+    """`call`, its kernels captured as one CUDA graph and replayed without anything copied in or out."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call()
+
+    def replay():
+        graph.replay()
+        return outputs
+
+    return replay
 
 
 def _report(transformer) -> dict:
