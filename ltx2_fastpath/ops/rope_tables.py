@@ -71,7 +71,7 @@ def compact_tables(
     """
     batch, axes, tokens = coords.shape[:3]
     groups = {1: [[0]], 3: [[0, 1], [2]]}.get(axes)
-    if groups is None:
+    if groups is None or coords.numel() == 0:
         return None
     by_token = coords.movedim(2, 1).reshape(batch * tokens, axes, -1)
     distinct, rows, count = [], [], 0
