@@ -104,8 +104,10 @@ class FirstSight:
         return Verdict(False, None, self._complain("; ".join(failures)))
 
     def _complain(self, cause: str) -> str:
-        if cause not in self._warned:
-            self._warned.add(cause)
+        # Triton names a folder for each kernel, so a cache that cannot be written is told in other words by every op.
+        told = _UNWRITABLE if _is_unwritable(cause) else cause
+        if told not in self._warned:
+            self._warned.add(told)
             logger.warning(
                 "The fast path at %s is off: %s. The stock computation runs there instead; results are not affected.%s",
                 self.site,
@@ -124,7 +126,14 @@ def _named(candidate) -> str:
     return "its kernel" if candidate is None else f"its kernel {candidate!r}"
 
 
+_UNWRITABLE = ("Read-only file system", "PermissionError", "NotADirectoryError", "No space left on device", "Disk quota exceeded")
+
+
+def _is_unwritable(cause: str) -> bool:
+    return any(words in cause for words in _UNWRITABLE)
+
+
 def _advice(cause: str) -> str:
-    if "Read-only file system" in cause or "PermissionError" in cause:
+    if _is_unwritable(cause):
         return " Set TRITON_CACHE_DIR to a writable folder."
     return " `python -m ltx2_fastpath` says what to do."
