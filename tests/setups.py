@@ -4,6 +4,7 @@ Also what the tests of living together compare: the outputs of a denoising step,
 everything that hooks and patches leave in its modules.
 """
 
+import collections
 import contextlib
 import functools
 import types
@@ -15,6 +16,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
+import ltx2_fastpath
 from ltx2_fastpath.bench import models
 
 CPU = torch.device("cpu")
@@ -165,3 +167,47 @@ def differences(a: dict[str, dict], b: dict[str, dict]) -> list[str]:
         for key in sorted(a.get(name, {}).keys() | b.get(name, {}).keys())
         if a.get(name, {}).get(key) != b.get(name, {}).get(key)
     ]
+
+
+class Together:
+    """A transformer without us beside its like with us: whatever is done is done to both, and both must give the same bits.
+
+    Args:
+        launches: the `stand_ins`.
+        make: makes a pipeline; called twice.
+
+    Attributes:
+        stock, ours: the two pipelines. Only `enable`, `disable` and what a test does to `ours` alone make a difference.
+    """
+
+    def __init__(self, launches, make=lambda: pipeline_of(models.tiny_transformer("2.3"))):
+        self.launches = launches
+        self.stock, self.ours = make(), make()
+
+    def do(self, act, *args, **kwargs) -> None:
+        """`act(pipe, ...)` to both pipelines; with the name of one of the transformer's methods, that."""
+        for pipe in (self.stock, self.ours):
+            function = getattr(pipe.transformer, act) if isinstance(act, str) else functools.partial(act, pipe)
+            function(*args, **kwargs)
+
+    def check(self, call=None, *, fast=True, **options) -> collections.Counter:
+        """Both give the same bits for `call(pipe)` (default: one denoising step); ours by launches if `fast`, or by none.
+
+        Returns the launches by op.
+        """
+        call = call or (lambda pipe: step(pipe.transformer, **options))
+        expected = call(self.stock)
+        before = self.launches.copy()
+        assert equal(expected, call(self.ours))
+        launched = self.launches - before
+        assert bool(launched) == fast, launched
+        return launched
+
+    def check_restored(self) -> None:
+        """Nothing of us is left in ours."""
+        assert differences(anatomy(self.stock.transformer), anatomy(self.ours.transformer)) == []
+
+
+def fast_at(pipe, site: str) -> int:
+    """How many calls of a site were answered by its kernel."""
+    return sum(row["fast"] for row in ltx2_fastpath.report(pipe).rows if row["site"] == site)
