@@ -688,4 +688,4 @@ def test_sections(monkeypatch):
     assert clip == (512, 768, 121) and passes == {"cfg": 2, "stg": 1, "isolated": 1} and arms == ("eager", "fast")
     assert options["repeats"] == 2 and options["image_to_video"]
     ((_, clip, passes, arms, options),) = sections_of("small", "--repeats", "7")
-    assert clip == (512, 768, 9) and arms == ("eager", "fast") and options["repeats"] == 7
+    assert clip == (512, 768, 9) and arms == forward.SMALL_ARMS and options["repeats"] == 7
