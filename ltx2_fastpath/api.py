@@ -7,11 +7,11 @@ import logging
 import sys
 import threading
 import weakref
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
-from .first_sight import FirstSight
 from .report import Report
 
 logger = logging.getLogger("ltx2_fastpath")
@@ -33,21 +33,24 @@ class FastPath:
 
     def __init__(self, transformer: torch.nn.Module, quality: str):
         self._transformer = weakref.ref(transformer)
-        self._patches = {}
+        self._patches: dict[str, Any] = {}
         self._off = threading.local()
-        self._warned = set()
+        self._warned: set[str] = set()
         self.quality = quality
         self.cuda_graphs = False
         self.active = False
-        self.reason = None
-        self.sites: dict[str, FirstSight] = {}
+        self.reason: str | None = None
+        self.sites: dict[str, Any] = {}
         self.skipped: dict[str, str] = {}
-        self.stock_calls = collections.Counter()
+        self.stock_calls: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def _apply(self) -> None:
         self.reason = _why_unsupported()
         if self.reason is not None:
-            logger.warning("The fast path stays off: %s. The pipeline runs as before.", self.reason)
+            logger.warning(
+                "The fast path stays off: %s. The pipeline runs as before. `python -m ltx2_fastpath` says what to do.",
+                self.reason,
+            )
             return
         from . import patches
         from .sites import build_sites
@@ -176,7 +179,7 @@ def _transformer_of(pipe) -> torch.nn.Module:
         found = found._orig_mod
     if isinstance(found, LTX2VideoTransformer3DModel):
         return found
-    inside = "" if found is pipe else f" with transformer {type(found).__name__}"
+    inside = "" if found is pipe or found is None else f" with transformer {type(found).__name__}"
     raise TypeError(
         f"expected a pipeline with an LTX2VideoTransformer3DModel, or that model, but found {type(pipe).__name__}{inside}"
     )

@@ -1,5 +1,7 @@
 """The sites of a transformer: every place in the block where an op stands, by name. Layers share them."""
 
+from typing import Any
+
 from .first_sight import FirstSight
 from .ops import ada_values, gated_residual, gelu, head_gate, qk_norm_split_rope, rms_norm_modulate
 from .patches import ADA_EMBEDDINGS, ATTENTIONS, FEED_FORWARDS, ROPES
@@ -14,7 +16,7 @@ def build_sites(warned: set) -> dict:
 
     `warned` is shared between the ops' sites so that one cause is told once.
     """
-    ops = {"ada_values": ada_values}
+    ops: dict[str, Any] = {"ada_values": ada_values}
     for stream, cross_norm in (("", "audio_to_video_norm"), ("audio_", "video_to_audio_norm")):
         ops |= {
             f"{stream}norm1": rms_norm_modulate,
@@ -32,7 +34,7 @@ def build_sites(warned: set) -> dict:
             f"{name}.head_gate": head_gate,
         }
     ops |= {f"{name}.gelu": gelu for name in FEED_FORWARDS}
-    sites = {site: FirstSight(site, op, warned) for site, op in ops.items()}
+    sites: dict[str, Any] = {site: FirstSight(site, op, warned) for site, op in ops.items()}
     sites |= {f"{name}.tables": TableCache(f"{name}.tables") for name in ROPES}
     sites |= {f"{name}.distinct": DistinctTimesteps(f"{name}.distinct") for name in ADA_EMBEDDINGS}
     return sites | {"guidance.prefix": PrefixReuse("guidance.prefix"), "cuda_graphs": Graphs("cuda_graphs")}

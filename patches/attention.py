@@ -113,7 +113,7 @@ class _MaskPreparation(threading.local):
     """
 
     def __init__(self):
-        self._last = (None, None, None)
+        self._last: tuple = (None, None, None)
 
     def __call__(self, attention, mask, source):
         key = None if mask.is_inference() else (mask._version, attention.heads, source.shape[:2])

@@ -113,7 +113,8 @@ def make_forward(fast):
                 attention_mask=self_attention_mask,
                 **perturbation,
             )
-            text, modulations, video_gate = encoder_hidden_states, (), None
+            modulations: tuple = ()
+            text, video_gate = encoder_hidden_states, None
             if prompt_ada is not None:
                 shift, scale = prompt_ada
                 text = sites["text"](None, text, scale, shift)
@@ -135,7 +136,8 @@ def make_forward(fast):
                     attention_mask=audio_self_attention_mask,
                     **perturbation,
                 )
-                audio_text, modulations, audio_gate = audio_encoder_hidden_states, (), None
+                modulations = ()
+                audio_text, audio_gate = audio_encoder_hidden_states, None
                 if audio_prompt_ada is not None:
                     shift, scale = audio_prompt_ada
                     audio_text = sites["audio_text"](None, audio_text, scale, shift)

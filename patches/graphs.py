@@ -160,7 +160,7 @@ def _tables(key):
 
 def _key(fast, transformer, arguments):
     """What a graph is for, or None if the arguments cannot be made inputs of one."""
-    parts = []
+    parts: list[tuple] = []
     for name, value in arguments.items():
         if name in _COORDINATES:
             if value is None:

@@ -11,6 +11,7 @@ bits, and wherever something watches the blocks that would be skipped.
 import functools
 import inspect
 import threading
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -128,9 +129,9 @@ class PrefixReuse:
         self.stock = 0
         self._notes: set[str] = set()
         self._verified: dict = {}
-        self._at = None  # the first perturbed block of the STG passes seen
+        self._at: int | None = None  # the first perturbed block of the STG passes seen
         self._in_vain = 0
-        self._kept = None
+        self._kept: Any = None  # a _Keep that has arrived, or None
         self._current = _Current()
 
     @property

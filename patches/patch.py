@@ -12,8 +12,8 @@ import weakref
 
 # Functions that stand in for a forward, and the modules in which they were put. A deep copy of a patched module runs the same
 # functions, and nothing here knows it.
-_replacements = weakref.WeakSet()
-_owners = weakref.WeakSet()
+_replacements: weakref.WeakSet = weakref.WeakSet()
+_owners: weakref.WeakSet = weakref.WeakSet()
 
 
 def _slots(module):
@@ -31,7 +31,7 @@ def _memories(module):
         wrapper = namespace[key]
         while isinstance(wrapper, functools.partial) and "__wrapped__" in vars(wrapper):
             yield vars(wrapper), "__wrapped__"
-            wrapper = wrapper.__wrapped__
+            wrapper = vars(wrapper)["__wrapped__"]
 
 
 def _is_bound(value, function, module) -> bool:

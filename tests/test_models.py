@@ -93,11 +93,7 @@ def test_every_weight_shows_in_the_output(transformer):
     transformer.requires_grad_(True)
     video, audio = transformer(**models.inputs(transformer, **SMALL, image_to_video=True))
     (video.square().sum() + audio.square().sum()).backward()
-    silent = {
-        name
-        for name, weight in transformer.named_parameters()
-        if weight.grad is None or not weight.grad.abs().sum() > 0
-    }
+    silent = {name for name, weight in transformer.named_parameters() if weight.grad is None or not weight.grad.abs().sum() > 0}
     # Only the keyframe pipelines pass the mask that adds this embedding.
     assert silent <= {"keyframes_abs_pos_embedding"}
 
@@ -135,9 +131,7 @@ def test_inputs_are_what_the_pipeline_passes(version, image_to_video):
 
     assert len(forwards) == 3 * models.TINY_CALL["num_inference_steps"]
     for passed, guidance, batch_size in zip(forwards, ("cfg", "stg", "isolated"), (2, 1, 1)):
-        built = models.inputs(
-            pipe.transformer, **SMALL, batch_size=batch_size, image_to_video=image_to_video, guidance=guidance
-        )
+        built = models.inputs(pipe.transformer, **SMALL, batch_size=batch_size, image_to_video=image_to_video, guidance=guidance)
         assert layout(built) == layout(passed)
         if image_to_video:
             assert torch.equal(built["timestep"] == 0, passed["timestep"] == 0)

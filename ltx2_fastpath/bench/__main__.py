@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -120,12 +121,13 @@ def _sections(options, clips, results: dict, meter, progress, save: Callable[[],
     default, quick = REPEATS[options.section]
     repeats = options.repeats or (quick if options.quick else default)
     if options.section == "kernels":
-        section = {"section": "kernels"}
+        section: dict[str, Any] = {"section": "kernels"}
         results["sections"].append(section)
         kernels.run(section, options.version, meter, repeats=repeats, progress=progress, save=save)
         yield section
         return
 
+    arms: tuple[str, ...]
     if options.section == "forward":
         arms, passes = forward.FORWARD_ARMS, {options.guidance: options.batch_size}
     elif options.section == "step":

@@ -142,7 +142,7 @@ def measure(
 
 def _inputs(transformer, clip, passes, image_to_video) -> dict[str, dict]:
     """The arguments of every pass. As in the pipelines all rows have the same latents, and the last rows have the same text."""
-    inputs = {}
+    inputs: dict[str, dict] = {}
     for guidance, rows in passes.items():
         size = dict(clip._asdict(), batch_size=rows)
         kwargs = models.inputs(transformer, **size, guidance=guidance, image_to_video=image_to_video)
@@ -157,7 +157,8 @@ def _inputs(transformer, clip, passes, image_to_video) -> dict[str, dict]:
 
 def _prepare(section, instances, inputs, arms, meter, progress) -> dict[str, Callable]:
     """The first call of every arm, for its seconds, and the third, for its outputs and memory. Returns the arms to time."""
-    calls, expected = {}, None
+    calls: dict[str, Callable] = {}
+    expected: dict[str, torch.Tensor] = {}
     section["equal"] = True
     # A shape that follows another would be compiled for any size; every section gets code for its own sizes, as a first one does.
     torch._dynamo.reset()

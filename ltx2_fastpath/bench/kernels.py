@@ -6,7 +6,7 @@ The arguments are laid out as in the model: ada values are views of one tensor, 
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import LTX2VideoTransformer3DModel
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     operation: str
     shape: str
-    op: object
+    op: Any
     make: Callable[[], tuple[tuple, Callable[[], object]]]
 
 
@@ -157,7 +157,8 @@ def _ada_values(make: Maker) -> Iterator[Case]:
     tables += [video[:4], video[4:], audio[:4], audio[4:]]
 
     def arguments(kind, batch, tokens):
-        pairs, host_pairs = [], []
+        pairs: list[tuple] = []
+        host_pairs: list[tuple] = []
         for rows, width in (table.shape for table in tables):
             table, temb = make.normal(rows, width), make.normal(batch, 1, rows * width)
             host_temb = temb
@@ -213,7 +214,8 @@ def _qk_norms(make: Maker) -> Iterator[Case]:
             ropes = make.ropes(clip, batch, cross)
         tokens = make.tokens(clip)
         args = arguments(batch, (tokens[sides[0]], tokens[sides[1]]), width, (ropes[sides[0]], ropes[sides[1]]))
-        return args, functools.partial(host_qk_norm_rope, *args[:4], *stock)
+        norm_q, norm_k, q, k, *_ = args
+        return args, functools.partial(host_qk_norm_rope, norm_q, norm_k, q, k, *stock)
 
     def without_rope(batch, tokens, width):
         return _both(qk_norm_split_rope, *arguments(batch, (tokens, TEXT_TOKENS), width, (None, None)))
@@ -300,7 +302,7 @@ def measure(case: Case, meter, repeats: int) -> dict:
     `equal` is None, with the reason in `note`, where the operation refuses these arguments (an optional package is missing)
     or the GPU has too little memory for the eager chain.
     """
-    row = {"operation": case.operation, "shape": case.shape, "equal": None}
+    row: dict[str, Any] = {"operation": case.operation, "shape": case.shape, "equal": None}
     try:
         args, eager = case.make()
         if reason := case.op.refusal(*args):

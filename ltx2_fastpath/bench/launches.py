@@ -50,7 +50,7 @@ def breakdown(kernels: list[tuple[str, float]]) -> dict:
     """
     counts = {"kernels": 0, "memsets": 0, "copies": 0}
     split_us = {MATRIX: 0.0, ATTENTION: 0.0, REST: 0.0}
-    rest = defaultdict(lambda: [0, 0.0])
+    rest: dict[str, list] = defaultdict(lambda: [0, 0.0])
     for name, microseconds in kernels:
         kind = kind_of(name)
         counts[{MEMSET: "memsets", COPY: "copies"}.get(kind, "kernels")] += 1

@@ -345,7 +345,7 @@ def tiny_pipeline(version: str = "2.3", pipeline_class: type | None = None, *, d
         shift_terminal=0.1,
         use_dynamic_shifting=True,
     )
-    accepted = inspect.signature(pipeline_class.__init__).parameters
+    accepted = inspect.signature(pipeline_class).parameters
     pipe = pipeline_class(**{name: component for name, component in components.items() if name in accepted})
     pipe.set_progress_bar_config(disable=True)
     return pipe

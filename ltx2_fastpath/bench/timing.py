@@ -29,7 +29,7 @@ def interleave(
 
     A GPU at its power limit runs slower the warmer it is, so only arms of the same rounds can be compared.
     """
-    samples = {name: [] for name in arms}
+    samples: dict[str, list[Sample]] = {name: [] for name in arms}
     names = list(arms)
     for turn in range(repeats):
         start = turn % len(names)

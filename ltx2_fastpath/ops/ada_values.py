@@ -76,10 +76,10 @@ def refusal(*pairs) -> str | None:
     """Why the kernel cannot take these pairs, naming the argument; None if it can. Reads metadata only."""
     if not pairs:
         return "pairs: at least one (table, temb) is needed"
-    pairs = [(table, _rows(temb)) for table, temb in pairs]
-    device = pairs[0][1].device
-    dtype = torch.promote_types(pairs[0][0].dtype, pairs[0][1].dtype)
-    for i, (table, temb) in enumerate(pairs):
+    rows = [(table, _rows(temb)) for table, temb in pairs]
+    device = rows[0][1].device
+    dtype = torch.promote_types(rows[0][0].dtype, rows[0][1].dtype)
+    for i, (table, temb) in enumerate(rows):
         if table.ndim != 2:
             return f"table {i}: expected rank 2 [n, D], got {list(table.shape)}"
         if temb.ndim != 3:

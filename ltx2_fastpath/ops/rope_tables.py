@@ -38,7 +38,7 @@ class Rope:
 
     def __init__(self, compact: CompactTables):
         self.compact = compact
-        self._full = None
+        self._full: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __iter__(self):
         if self._full is None:
