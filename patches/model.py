@@ -8,6 +8,7 @@ It is off until a request has shown that it makes STG passes, until the prefix w
 bits, and wherever something watches the blocks that would be skipped.
 """
 
+import copy
 import functools
 import inspect
 import threading
@@ -17,6 +18,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from .host import transformer_ltx2
+from .survey import Survey
 
 # Arguments that only tell what is perturbed, or how the result is wrapped.
 _IGNORED = {"spatio_temporal_guidance_blocks", "perturbation_mask", "return_dict"}
@@ -39,7 +41,7 @@ def make_forward(fast):
         arguments = dict(bound.arguments)
         arguments.pop("self")
         if fast.cuda_graphs and fast.why_not(arguments["hidden_states"]) is None:
-            reason = _why_watched(fast, self)
+            reason = _why_watched(fast, self, prefix.survey(self))
             if reason is None:
                 return graphs.forward(fast, self, arguments, functools.partial(stock, self))
             graphs.refuse(reason)
@@ -72,11 +74,16 @@ class _Pass:
 
 
 class _Keep(_Pass):
-    """A pass whose states may serve a later one: keeps what enters block `at`."""
+    """A pass whose states may serve a later one: keeps what enters block `at`.
+
+    Of its arguments it keeps copies (34 MB at 14,080 tokens), because callers may change theirs in place between two passes.
+    """
 
     def __init__(self, at, arguments, state):
         super().__init__(at)
-        self.arguments = arguments
+        self.arguments = {
+            name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in arguments.items()
+        }
         self.state = state
         self.video = self.audio = None
 
@@ -133,6 +140,14 @@ class PrefixReuse:
         self._in_vain = 0
         self._kept: Any = None  # a _Keep that has arrived, or None
         self._current = _Current()
+        self._survey: Survey | None = None
+
+    def survey(self, transformer) -> Survey:
+        """The modules and tensors of `transformer` as they are now."""
+        survey = self._survey
+        if survey is None or not survey.holds(transformer):
+            survey = self._survey = Survey(transformer)
+        return survey
 
     @property
     def notes(self) -> list[str]:
@@ -152,7 +167,8 @@ class PrefixReuse:
             return None
         if fast.why_not(arguments["hidden_states"]) is not None:
             return None
-        reason = _why_watched(fast, transformer)
+        survey = self.survey(transformer)
+        reason = _why_watched(fast, transformer, survey)
         if reason is not None:
             self._kept = None
             if stg_blocks:
@@ -160,18 +176,18 @@ class PrefixReuse:
                 self._notes.add(reason)
             return None
         if not stg_blocks:
-            return self._plan_keep(transformer, arguments)
-        return self._plan_stg(transformer, arguments, min(stg_blocks))
+            return self._plan_keep(survey.state(), arguments)
+        return self._plan_stg(survey.state(), arguments, min(stg_blocks))
 
-    def _plan_keep(self, transformer, arguments):
+    def _plan_keep(self, state, arguments):
         self._in_vain = self._in_vain + 1 if self._kept is not None else 0
         self._kept = None
         if self._in_vain >= _FORGET_AFTER:
             self._at, self._in_vain = None, 0
             return None
-        return _Keep(self._at, arguments, _adapters(transformer))
+        return _Keep(self._at, arguments, state)
 
-    def _plan_stg(self, transformer, arguments, at):
+    def _plan_stg(self, state, arguments, at):
         kept, self._kept = self._kept, None
         if at != self._at:
             self._at, kept = at, None
@@ -179,10 +195,10 @@ class PrefixReuse:
         if kept is None or at == 0:
             self.stock += 1
             return None
-        chunk = None if kept.state != _adapters(transformer) else _equal_chunk(kept.arguments, arguments)
+        chunk = None if kept.state != state else _equal_chunk(kept.arguments, arguments)
         if chunk is None:
             self.stock += 1
-            self._notes.add("the inputs were not those of a row of the pass before")
+            self._notes.add("the inputs or the weights were not those of a row of the pass before")
             return None
         rows = arguments["hidden_states"].shape[0]
         video, audio = (state[chunk * rows : (chunk + 1) * rows] for state in (kept.video, kept.audio))
@@ -252,17 +268,7 @@ def _layout(arguments: dict) -> tuple:
     return tuple((name, value.shape, value.dtype) for name, value in sorted(arguments.items()) if isinstance(value, torch.Tensor))
 
 
-def _adapters(transformer) -> tuple:
-    """What of LoRA and fused weights can change between two passes, read off the first block's first projection."""
-    projection = transformer.transformer_blocks[0].attn1.to_q
-    weight = getattr(projection, "weight", None)
-    version = None if weight is None or weight.is_inference() else (weight.data_ptr(), weight._version)
-    scaling = tuple(sorted(getattr(projection, "scaling", {}).items()))
-    active = tuple(getattr(projection, "active_adapters", ()))
-    return type(projection), version, scaling, active, getattr(projection, "disable_adapters", False)
-
-
-def _why_watched(fast, transformer) -> str | None:
+def _why_watched(fast, transformer, survey) -> str | None:
     """Why blocks must not be skipped: something may be watching them."""
     if fast.is_compiled():
         return "the blocks are compiled"
@@ -270,9 +276,8 @@ def _why_watched(fast, transformer) -> str | None:
         return "not all blocks are patched"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "global module hooks are set"
-    for module in transformer.transformer_blocks.modules():
-        if module._forward_hooks or module._forward_pre_hooks or "_diffusers_hook" in vars(module) or "_hf_hook" in vars(module):
-            return "hooks watch the blocks"
+    if survey.is_hooked():
+        return "hooks watch the blocks"
     if transformer.training:
         return "the transformer is in training mode"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
