@@ -84,6 +84,14 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
 
 
+def outcome(call):
+    """What `call()` returns, or the type and the text of its error."""
+    try:
+        return call()
+    except Exception as error:
+        return type(error), str(error)
+
+
 def lora(version="2.3", *, num_layers=2, seed=1, rank=4, targets=ATTENTION_PROJECTIONS, **options) -> dict[str, torch.Tensor]:
     """A LoRA for `pipe.load_lora_weights`, as a file would hold it; every weight random, so that it shows in the outputs."""
     source = models.tiny_transformer(version, num_layers=num_layers)

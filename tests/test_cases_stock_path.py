@@ -4,7 +4,7 @@ import conftest
 import pytest
 import setups
 import torch
-from setups import Together
+from setups import Together, outcome
 
 from ltx2_fastpath import api, disable, enable, report
 from ltx2_fastpath.bench import models
@@ -22,14 +22,6 @@ def warnings_in(caplog):
 
 def reasons(pipe) -> set[str]:
     return {reason for _, reason in report(pipe).stock_calls}
-
-
-def outcome(call):
-    """The outputs of a call, or the type and text of its error."""
-    try:
-        return call()
-    except Exception as error:
-        return type(error), str(error)
 
 
 TABLES = (

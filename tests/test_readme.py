@@ -1,0 +1,279 @@
+"""The README, the changelog and the examples say what is so: generated tables, targets, links, code."""
+
+import ast
+import doctest
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ltx2_fastpath
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+results_table = load(ROOT / "examples" / "results_table.py")
+
+
+def arm(gpu_ms: float, **more) -> dict:
+    record = {
+        "gpu_ms": gpu_ms,
+        "host_ms": gpu_ms / 2,
+        "speed_up": 100.0 / gpu_ms,
+        "times_floor": gpu_ms / 50.0,
+        "launches": {"kernels": int(100 * gpu_ms), "memsets": 0, "copies": 0},
+        "split_ms": {"matrix products": 0.5 * gpu_ms, "attention": 0.2 * gpu_ms, "rest": 0.3 * gpu_ms},
+        "peak_bytes": 40 * 2**30,
+        "first_call_s": 1.0,
+    }
+    return record | more
+
+
+def forward_section(**more) -> dict:
+    equal, differ = {"cfg video": True, "cfg audio": True}, {"cfg video": False, "cfg audio": True}
+    section = {
+        "section": "forward",
+        "version": "2.3",
+        "clip": "512x768x121",
+        "video_tokens": 6144,
+        "audio_tokens": 126,
+        "passes": {"cfg": 1},
+        "image_to_video": False,
+        "layers": 48,
+        "dtype": "bfloat16",
+        "notes": [],
+        "equal": True,
+        "arms": {
+            "eager": arm(100.0),
+            "fast": arm(62.5, equal=equal),
+            "compiled": arm(80.0, equal=differ),
+            "floor": arm(50.0),
+        },
+    }
+    return section | more
+
+
+def kernel_row(operation: str, shape: str, speed_up: float = 5.0, copy_share: float = 0.9) -> dict:
+    return {"operation": operation, "shape": shape, "equal": True, "speed_up": speed_up, "copy_share": copy_share}
+
+
+def kernels_section() -> dict:
+    rows = [
+        kernel_row("QK-norm + RoPE", "1 x 6144/6144 x 4096", 4.5, 0.91),
+        kernel_row("QK-norm + RoPE", "2 x 14080/14080 x 4096", 6.25, 0.875),
+        kernel_row("QK-norm + RoPE", "1 x 126/126 x 2048", 20.0, 0.1),
+        {"operation": "GELU", "shape": "1 x 6144 x 16384", "equal": None, "note": "cuda.core is not installed"},
+        {"operation": "head gate", "shape": "1 x 6144 x 4096", "equal": False, "note": "other bits"},
+    ]
+    return {"section": "kernels", "version": "2.3", "dtype": "bfloat16", "copy_gb_s": 4270.0, "equal": False, "rows": rows}
+
+
+def document(*sections, **more) -> dict:
+    """A finished run of the benchmark, with invented numbers, on a GPU that does not exist."""
+    at = {
+        "gpu": "Example GPU",
+        "gpu_power_limit_w": 700.0,
+        "torch": "2.99.0",
+        "triton": "3.99.0",
+        "diffusers": "0.42.1",
+        "cuda.core": None,
+        "ltx2_fastpath": "0.1.0",
+        "commit": "0123456789ab",
+    }
+    run = {"schema": 1, "command": "", "options": {}, "date": "2030-01-02T03:04:05Z", "environment": at, "complete": True}
+    return run | {"sections": list(sections)} | more
+
+
+# The generated tables
+
+
+def test_readme_has_what_the_committed_results_say():
+    assert results_table.main(["--check"]) == 0, "run `make results`"
+
+
+def test_forward_table():
+    table = results_table.tables({"h.json": document(forward_section())})
+    assert "**Example GPU**, 700 W, torch 2.99.0, triton 3.99.0, diffusers 0.42.1, 2030-01-02, commit 0123456789ab" in table
+    assert "[h.json](examples/results/h.json)" in table
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
+    assert rows[2] == [
+        "2.3", "512x768x121 (6,144)", "1 cfg", "stock", "reference", "100.0", "1.00×", "2.00×", "50", "10,000", "40.0"
+    ]  # fmt: skip
+    assert rows[3] == ["", "", "", "fast path", "equal", "62.5", "1.60×", "1.25×", "31", "6,250", "40.0"]
+    assert rows[4][3:6] == ["compiled", "differ", "80.0"]
+    assert rows[5][3:5] == ["floor", "-"]
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_forward_table_says_what_is_special_and_shows_no_time_without_equal_bits():
+    unequal = forward_section(
+        image_to_video=True, layers=12, equal=False, passes={"cfg": 2, "stg": 1},
+        arms={"eager": {"peak_bytes": 1}, "fast": {"equal": {"cfg video": False}, "peak_bytes": 1}},
+    )  # fmt: skip
+    table = results_table.tables({"h.json": document(unequal)})
+    assert "2.3, 12 layers | 512x768x121, image to video (6,144) | 2 cfg + 1 stg | stock | reference | not timed" in table
+    assert "| fast path | differ | not timed |" in table
+
+
+def test_kernel_table_sums_up_the_large_shapes():
+    table = results_table.tables({"k.json": document(kernels_section())})
+    assert "a large copy moves 4,270 GB/s" in table
+    assert "| QK-norm + RoPE | equal at 3 of 3 | 2 | 4.5 to 6.2× | 88 to 91 % |" in table
+    assert "| GELU | equal at 0 of 1 | 0 | not timed |  |" in table
+    assert "| head gate | equal at 0 of 1 | 0 | not timed |  |" in table
+
+
+def test_runs_that_did_not_finish_and_other_files_are_left_out(tmp_path):
+    files = {
+        "a.json": document(forward_section()),
+        "b.json": document(forward_section(), complete=False),
+        "c.json": {"something": "else"},
+        "d.json": [1, 2],
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert list(results_table.documents(tmp_path)) == ["a.json"]
+    assert results_table.documents(tmp_path / "missing") == {}
+    assert results_table.tables({}) == "No results are committed yet: run `make bench` on a GPU."
+    (tmp_path / "e.json").write_text(json.dumps(document(schema=2)))
+    with pytest.raises(ValueError, match="e.json has schema 2"):
+        results_table.documents(tmp_path)
+
+
+def test_schema_is_the_benchmarks():
+    from ltx2_fastpath.bench import document as bench_document
+
+    assert results_table.SCHEMA == bench_document.SCHEMA
+
+
+def test_writing_and_checking(tmp_path, monkeypatch, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{results_table.BEGIN}\nold\n{results_table.END}\nafter\n")
+    monkeypatch.setattr(results_table, "README", readme)
+    monkeypatch.setattr(results_table, "documents", lambda: {"h.json": document(forward_section())})
+    assert results_table.main(["--check"]) == 1
+    assert "old" in readme.read_text()
+    assert results_table.main([]) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "Example GPU" in text and "old" not in text
+    assert results_table.main(["--check"]) == 0
+    with pytest.raises(ValueError, match="markers"):
+        results_table.insert("no markers", "")
+
+
+# What the documents name
+
+
+def test_every_make_target_named_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for name in DOCUMENTS:
+        named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", (ROOT / name).read_text(), re.MULTILINE))
+        assert {a or b for a, b in named} <= targets, name
+    # ... and the Makefile's head lists every target that a person would call.
+    head = (ROOT / "Makefile").read_text().split("\n\n")[0]
+    assert targets == set(re.findall(r"^# make ([a-z-]+)", head, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_linked_file_exists(name):
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text())
+    local = [link for link in links if not link.startswith("http")]
+    missing = [link for link in local if not (ROOT / link).exists()]
+    assert not missing
+    assert local or name == "CHANGELOG.md"
+
+
+def test_every_file_in_the_newcomers_tree_exists():
+    tree = README.split("## For a newcomer to the code")[1].split("```")[1]
+    folder = ""
+    for line in tree.strip().splitlines():
+        if not line.startswith(" "):
+            folder = line.split()[0]
+            assert (ROOT / folder).is_dir(), folder
+            continue
+        names = re.match(r" +((?:[\w/]+(?:\.py|/) ?)+)", line)[1].split()
+        assert names and all((ROOT / folder / name).exists() for name in names), line
+
+
+def test_the_readmes_code_uses_what_there_is():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    tree = ast.parse(code)
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ltx2_fastpath"
+    }
+    assert used == {"enable", "disable", "disabled", "report"} <= set(ltx2_fastpath.__all__)
+
+
+def test_first_paragraph_is_three_lines():
+    paragraph = README.split("\n\n")[1]
+    assert len(paragraph.splitlines()) == 3 and "without changing an output bit" in paragraph
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    sources = "".join(path.read_text() for folder in ("ltx2_fastpath", "patches") for path in (ROOT / folder).rglob("*.py"))
+    for message in (
+        "no CUDA device is available",
+        "this diffusers release is not known (",
+        "Triton cannot be imported",
+        "TRITON_CACHE_DIR",
+        "cuda.core is not installed",
+        "gradients are enabled",
+        "gave other bits than the eager chain",
+    ):
+        assert message in README and message in sources
+
+
+def test_changelog_knows_this_version():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in changelog or f"## [{ltx2_fastpath.__version__}]" in changelog
+
+
+def test_known_releases_are_the_same_everywhere():
+    host = (ROOT / "patches" / "host.py").read_text()
+    low, high = re.search(r"diffusers (\d+\.\d+)\.0 to (\d+\.\d+\.\d+)", host).groups()
+    bounds = f"'diffusers>={low},<={high}'"
+    assert bounds in README and bounds in (ROOT / "ltx2_fastpath" / "check.py").read_text()
+    assert f"diffusers>={low}\n" in (ROOT / "setup.cfg").read_text()
+
+
+# Code that is documentation
+
+
+def test_doctests_of_the_public_names():
+    results = doctest.testmod(ltx2_fastpath)
+    assert results.failed == 0 and results.attempted >= 8
+
+
+def test_every_public_name_has_a_docstring():
+    for name in ltx2_fastpath.__all__:
+        if not name.startswith("__"):
+            assert getattr(ltx2_fastpath, name).__doc__, name
+
+
+def test_quickstart_writes_a_clip(tmp_path):
+    import av
+
+    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "tiny", "clip.mp4"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "ltx2_fastpath: " in done.stdout and "Written: clip.mp4" in done.stdout
+    with av.open(str(tmp_path / "clip.mp4")) as container:
+        assert {stream.type for stream in container.streams} == {"video", "audio"}
+        assert sum(1 for _ in container.decode(video=0)) == 9
