@@ -2,9 +2,11 @@
 # make test      every test that needs no GPU
 # make gpu-test  the tests that need CUDA, with the torch and diffusers that $(PYTHON) already has
 # make bench     the benchmark (needs CUDA); ARGS="--help" for its options
-# make lint      ruff
+# make results   write the tables in README.md from examples/results
+# make notebooks run the notebooks and keep their outputs
+# make lint      ruff and mypy
 #
-# demo, test, bench and lint need only python3 (3.10 or newer): they make .venv once, from constraints.txt.
+# All but gpu-test need only python3 (3.10 or newer): they make .venv once, from constraints.txt.
 
 # A command on the PATH, or an absolute path.
 PYTHON ?= python3
@@ -12,20 +14,30 @@ ARGS ?=
 VENV := .venv
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test gpu-test bench lint
+.PHONY: demo test gpu-test bench results notebooks lint
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python examples/demo.py $(ARGS)
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest --ignore=tests/gpu $(ARGS)
+	$(VENV)/bin/python -m pytest --ignore=tests/gpu --cov=patches --cov=ltx2_fastpath $(ARGS)
 
 bench: $(INSTALLED)
 	$(VENV)/bin/python -m ltx2_fastpath.bench $(ARGS)
 
+results: $(INSTALLED)
+	$(VENV)/bin/python examples/results_table.py
+
+notebooks: $(INSTALLED)
+	$(VENV)/bin/jupyter execute --inplace examples/notebooks/*.ipynb
+
+# mypy sees the package as it is installed: with patches inside.
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	rm -rf build/types && mkdir -p build/types
+	cp -r ltx2_fastpath build/types/ && cp -r patches build/types/ltx2_fastpath/
+	cd build/types && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/setup.cfg
 
 # From tests/, because python -m pytest puts the current directory first on the path, and the checkout itself, unlike an
 # installed copy, has no ltx2_fastpath.patches.

@@ -19,9 +19,7 @@ from ltx2_fastpath.bench import models
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="tiny", help="a model folder or hub name in diffusers format (default: tiny)"
-    )
+    parser.add_argument("--model", default="tiny", help="a model folder or hub name in diffusers format (default: tiny)")
     parser.add_argument("--offload", action="store_true", help="keep on the GPU only the component that is running")
     parser.add_argument("--prompt", default="A lighthouse in a storm at dusk; waves crash, gulls cry.")
     parser.add_argument("--height", type=int, default=256, help="pixels, a multiple of 32 (default: 256)")

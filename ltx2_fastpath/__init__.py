@@ -1,8 +1,40 @@
 """A bit-exact fast path for LTX-2, LTX-2.3 and LTX-2.5 in Hugging Face diffusers.
 
+>>> import torch
 >>> import ltx2_fastpath
->>> ltx2_fastpath.__version__
-'0.1.0'
+>>> from ltx2_fastpath.bench import models
+
+Here a tiny transformer with random weights stands for your pipeline:
+
+>>> transformer = models.tiny_transformer("2.0")
+>>> inputs = models.inputs(transformer, height=64, width=96, num_frames=9, text_tokens=16)
+>>> with torch.no_grad():
+...     video, audio = transformer(**inputs)
+
+`enable` makes it fast where that can be done bit for bit, and changes nothing where it cannot:
+
+>>> handle = ltx2_fastpath.enable(transformer)
+>>> with torch.no_grad():
+...     fast_video, fast_audio = transformer(**inputs)
+>>> torch.equal(video, fast_video), torch.equal(audio, fast_audio)
+(True, True)
+
+`disabled` is a context in which this thread computes the stock way, and `disable` puts everything back:
+
+>>> with ltx2_fastpath.disabled(transformer), torch.no_grad():
+...     stock_video, _ = transformer(**inputs)
+>>> torch.equal(video, stock_video)
+True
+>>> ltx2_fastpath.disable(transformer)
+>>> ltx2_fastpath.report(transformer)
+ltx2_fastpath: not enabled
+
+What has no LTX-2 transformer is an error that says what was found:
+
+>>> ltx2_fastpath.enable("LTX-2")
+Traceback (most recent call last):
+    ...
+TypeError: expected a pipeline with an LTX2VideoTransformer3DModel, or that model, but found str
 """
 
 from .api import FastPath, disable, disabled, enable, report
