@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -140,13 +141,14 @@ class PrefixReuse:
         self._in_vain = 0
         self._kept: Any = None  # a _Keep that has arrived, or None
         self._current = _Current()
-        self._survey: Survey | None = None
+        # A survey holds the weights, which must not outlive the transformer because somebody holds its handle.
+        self._surveys: weakref.WeakKeyDictionary[torch.nn.Module, Survey] = weakref.WeakKeyDictionary()
 
     def survey(self, transformer) -> Survey:
         """The modules and tensors of `transformer` as they are now."""
-        survey = self._survey
+        survey = self._surveys.get(transformer)
         if survey is None or not survey.holds(transformer):
-            survey = self._survey = Survey(transformer)
+            survey = self._surveys[transformer] = Survey(transformer)
         return survey
 
     @property
