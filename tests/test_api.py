@@ -115,9 +115,27 @@ def test_nothing_keeps_a_transformer_in_memory(stand_ins, any_width, version, ho
         forward(transformer, guidance=guidance)
     alive = [*map(weakref.ref, (transformer, transformer.transformer_blocks[0], transformer.rope))]
     del transformer
+    gc.collect()  # the transformer, which takes with it what the handle knows of its modules
     gc.collect()
     assert [reference() for reference in alive] == [None] * 3
     ltx2_fastpath.enable(models.tiny_transformer(version))
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_disable_frees_what_the_handle_kept_at_once(stand_ins, any_width, transformer, cuda_graphs):
+    """Tables and states of the passes before can be large; they must not wait for Python's garbage collector."""
+    handle = ltx2_fastpath.enable(transformer, cuda_graphs=cuda_graphs)
+    for guidance in ("cfg", "stg", "cfg", "stg"):
+        forward(transformer, guidance=guidance, image_to_video=True)
+    gc.collect()
+    gc.disable()
+    try:
+        kept = weakref.ref(handle)
+        ltx2_fastpath.disable(transformer)
+        del handle
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 class FluxTransformer2DModel(torch.nn.Module):
