@@ -75,7 +75,12 @@ class FastPath:
         if not applied:
             self.reason = "no block could be patched"
         if self.skipped:
-            logger.warning("The fast path leaves %d modules alone: %s.", len(self.skipped), _summary(self.skipped))
+            logger.warning(
+                "The fast path leaves %d modules alone: %s. They compute as before; results are not affected."
+                " `print(ltx2_fastpath.report(pipe))` lists them.",
+                len(self.skipped),
+                _summary(self.skipped),
+            )
 
     def _restore(self) -> None:
         self.active = False

@@ -396,7 +396,7 @@ def text(found: dict) -> str:
         align([["GPU", gpu], ["driver", at["driver"] or "-"], ["python", at["python"]], *map(list, versions.items())], left=2),
     ]
     if found["operations"]:
-        rows = [["operation", "width", "implementation", "verified", "compile s"]]
+        rows = [["operation", "width", "implementation", "verified", "first launch s"]]
         notes = []
         for row in found["operations"]:
             for tried in row["candidates"]:

@@ -402,3 +402,30 @@ def test_findings_hold_no_paths(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = json.dumps(check.findings())
     assert str(tmp_path) not in found and "/" not in found.replace("w/o", "")
+
+
+# Messages
+
+
+def test_warnings_say_what_happened_what_it_means_and_what_to_do(caplog, monkeypatch):
+    from ltx2_fastpath.first_sight import FirstSight
+
+    monkeypatch.setattr(check.api, "_why_unsupported", lambda: "no CUDA device is available")
+    check.api.enable(models.tiny_transformer("2.3", num_layers=1))
+    FirstSight("norm1", stub_op("triton", launch=lambda candidate, x: x))(X)
+    off, fallen_back = (record.getMessage() for record in caplog.records if record.name == "ltx2_fastpath")
+    assert "no CUDA device is available" in off and "runs as before" in off and "`python -m ltx2_fastpath`" in off
+    assert "at norm1" in fallen_back and "results are not affected" in fallen_back and "`python -m ltx2_fastpath`" in fallen_back
+
+
+@torch.no_grad()
+def test_nothing_is_logged_while_all_is_well(stand_ins, any_width, monkeypatch, caplog):
+    monkeypatch.setattr(check.api, "_why_unsupported", lambda: None)
+    monkeypatch.setattr("ltx2_fastpath.ops.numerics.DEVICE_TYPES", ("cuda", "cpu"))
+    transformer = models.tiny_transformer("2.3", num_layers=1)
+    with caplog.at_level(logging.DEBUG, logger="ltx2_fastpath"):
+        handle = check.api.enable(transformer)
+        for _ in range(2):
+            transformer(**models.inputs(transformer, height=64, width=96, num_frames=9, text_tokens=16))
+        check.api.disable(transformer)
+    assert sum(site.fast for site in handle.sites.values()) > 20 and not caplog.records
