@@ -294,7 +294,7 @@ def test_weights_loaded_into_an_enabled_transformer(stand_ins):
     both = Together(stand_ins)
     enable(both.ours)
     both.check()
-    other = setups.models.tiny_transformer("2.3", seed=5).state_dict()
+    other = setups.tiny("2.3", seed=5).state_dict()
     both.do("load_state_dict", other)
     both.check()
     both.do("load_state_dict", {name: weight * 2 for name, weight in other.items()}, assign=True)

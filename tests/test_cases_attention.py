@@ -9,7 +9,6 @@ from diffusers.models.transformers import transformer_ltx2
 from setups import Together, fast_at
 
 from ltx2_fastpath import disable, enable, report
-from ltx2_fastpath.bench import models
 
 pytestmark = pytest.mark.usefixtures("any_width", "backend_of_the_process")
 NAMES = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
@@ -264,11 +263,7 @@ class TestPartly:
         """Long image-to-video inputs and guidance passes: what blocks of ours are handed, a block of the host does not know."""
         both = Together(stand_ins)
         enable(both.ours)
-        both.do(
-            lambda pipe: pipe.transformer.transformer_blocks.__setitem__(
-                1, models.tiny_transformer("2.3", seed=3).transformer_blocks[1]
-            )
-        )
+        both.do(lambda pipe: pipe.transformer.transformer_blocks.__setitem__(1, setups.tiny("2.3", seed=3).transformer_blocks[1]))
         size = dict(height=512, width=512, num_frames=25)
         for _ in range(3):
             for guidance, batch_size in (("cfg", 2), ("stg", 1), ("isolated", 1)):

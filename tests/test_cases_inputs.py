@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("any_width")
 
 @pytest.fixture
 def both(stand_ins, version):
-    pair = Together(stand_ins, lambda: setups.pipeline_of(models.tiny_transformer(version)))
+    pair = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny(version)))
     enable(pair.ours)
     return pair
 
@@ -322,7 +322,7 @@ class TestLayouts:
 class TestValues:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_nan_and_infinities_in_the_latents(self, stand_ins, version, dtype):
-        both = Together(stand_ins, lambda: setups.pipeline_of(models.tiny_transformer(version, dtype=dtype)))
+        both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny(version, dtype=dtype)))
         enable(both.ours)
         kwargs = inputs(both, dtype=dtype)
         for value in (float("nan"), float("inf"), -float("inf")):

@@ -48,7 +48,7 @@ def test_sequential_offload_then_enable_then_lora_then_disable(stand_ins):
 @pytest.mark.parametrize("version", models.CONFIGS)
 @pytest.mark.parametrize("first", ["offload", "enable"])
 def test_sequential_offload_computes_the_same_whichever_comes_first(stand_ins, version, first):
-    both = Together(stand_ins, lambda: setups.pipeline_of(models.tiny_transformer(version)))
+    both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny(version)))
     if first == "enable":
         enable(both.ours)
     both.do(setups.CpuPipeline.enable_sequential_cpu_offload)
@@ -153,7 +153,7 @@ def test_group_offload_follows_adapters_that_come_and_go(stand_ins, groups):
 @pytest.mark.parametrize("groups", ["blocks", "leaves"])
 def test_group_offload_with_a_stream_says_what_it_says_without_us(groups, enabled):
     """Streams need an accelerator (tests/gpu); without one the host's own error must come."""
-    transformer = models.tiny_transformer("2.3")
+    transformer = setups.tiny()
     if enabled:
         enable(transformer)
     with pytest.raises(ValueError, match="streams"):
@@ -191,7 +191,7 @@ def test_explicit_device_map_with_a_block_on_disk(stand_ins, tmp_path):
 
 def test_rotary_tables_follow_their_block_to_its_device(stand_ins):
     """With a device map a hook sends each block's arguments to that block's device; ours must go along like the host's tuple."""
-    transformer = models.tiny_transformer("2.3")
+    transformer = setups.tiny()
     host_tables = transformer.rope(models.inputs(transformer, **setups.SMALL)["video_coords"])
     enable(transformer)
     passed = []

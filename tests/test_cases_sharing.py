@@ -59,7 +59,7 @@ def test_other_models_and_components_are_untouched(stand_ins):
         if isinstance(component, torch.nn.Module) and name != "transformer":
             # The text connectors are made of the same attention class.
             assert not [module for module in component.modules() if "forward" in vars(module)], name
-    other, before = models.tiny_transformer("2.3"), stand_ins.total()
+    other, before = setups.tiny(), stand_ins.total()
     untouched = anatomy(other)
     enable(both.ours)
     assert differences(anatomy(other), untouched) == []
@@ -72,7 +72,7 @@ def test_transformer_is_swapped_under_a_pipeline(stand_ins):
     both = Together(stand_ins)
     first = both.ours.transformer
     handle = enable(both.ours)
-    both.ours.transformer = models.tiny_transformer("2.3")
+    both.ours.transformer = setups.tiny()
     assert "not enabled" in str(report(both.ours)) and handle.active
     both.check(fast=False)
     enable(both.ours)
@@ -101,7 +101,7 @@ class TestCopy:
 
     @pytest.mark.parametrize("original", ["lives", "disabled", "gone"])
     def test_has_a_switch_of_its_own(self, stand_ins, original):
-        stock, first = models.tiny_transformer("2.3"), models.tiny_transformer("2.3")
+        stock, first = setups.tiny(), setups.tiny()
         enable(first)
         setups.step(first)
         ours = copy.deepcopy(first)
@@ -133,7 +133,7 @@ class TestCopy:
             assert stand_ins.total() > before
 
     def test_is_stock_after_disable_without_enable(self, stand_ins):
-        stock, first = models.tiny_transformer("2.3"), models.tiny_transformer("2.3")
+        stock, first = setups.tiny(), setups.tiny()
         enable(first)
         ours = copy.deepcopy(first)
         disable(ours)
@@ -164,7 +164,7 @@ class TestCopy:
 
 
 def test_file_of_the_whole_model_loads_without_us(stand_ins, run_python, tmp_path):
-    transformer = models.tiny_transformer("2.3")
+    transformer = setups.tiny()
     inputs = models.inputs(transformer, **setups.SMALL)
     expected = setups.run(transformer, **inputs)
     enable(transformer)
@@ -193,7 +193,7 @@ print("ltx2_fastpath" in sys.modules)
 
 
 def test_file_of_the_whole_model_loads_with_us_and_can_be_enabled(stand_ins):
-    stock, transformer = models.tiny_transformer("2.3"), models.tiny_transformer("2.3")
+    stock, transformer = setups.tiny(), setups.tiny()
     enable(transformer)
     file = io.BytesIO()
     torch.save(transformer, file)
@@ -209,12 +209,12 @@ def test_file_of_the_whole_model_loads_with_us_and_can_be_enabled(stand_ins):
 
 
 def test_state_dict_is_the_hosts(stand_ins):
-    stock, transformer = models.tiny_transformer("2.3"), models.tiny_transformer("2.3")
+    stock, transformer = setups.tiny(), setups.tiny()
     enable(transformer)
     setups.step(transformer)
     assert transformer.state_dict().keys() == stock.state_dict().keys()
-    transformer.load_state_dict(models.tiny_transformer("2.3", seed=7).state_dict())
-    assert setups.equal(setups.step(transformer), setups.step(models.tiny_transformer("2.3", seed=7)))
+    transformer.load_state_dict(setups.tiny("2.3", seed=7).state_dict())
+    assert setups.equal(setups.step(transformer), setups.step(setups.tiny("2.3", seed=7)))
 
 
 def test_one_thread_opts_out_while_another_generates(stand_ins, monkeypatch):
@@ -339,7 +339,7 @@ def test_disabled_transformer_holds_nothing_of_ours(stand_ins):
 
 
 def test_transformer_can_be_freed_while_it_is_enabled(stand_ins):
-    transformer = models.tiny_transformer("2.3")
+    transformer = setups.tiny()
     enable(transformer)
     setups.step(transformer)
     alive = [weakref.ref(module) for module in transformer.modules()]

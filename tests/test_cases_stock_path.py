@@ -37,7 +37,7 @@ TABLES = (
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("table", TABLES)
 def test_table_of_another_dtype_than_the_model(stand_ins, table, dtype):
-    both = Together(stand_ins, lambda: setups.pipeline_of(models.tiny_transformer("2.3", dtype=dtype)))
+    both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny("2.3", dtype=dtype)))
     for pipe in (both.stock, both.ours):
         for block in pipe.transformer.transformer_blocks:
             getattr(block, table).data = getattr(block, table).data.float()
@@ -53,7 +53,7 @@ def test_table_of_another_dtype_than_the_model(stand_ins, table, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_model_of_another_dtype_than_its_tables(stand_ins, dtype):
     """All tables in fp32, as checkpoints with `_keep_in_fp32_modules` have them, under every dtype of the rest."""
-    both = Together(stand_ins, lambda: setups.pipeline_of(models.tiny_transformer("2.3", dtype=dtype)))
+    both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny("2.3", dtype=dtype)))
     for pipe in (both.stock, both.ours):
         for block in pipe.transformer.transformer_blocks:
             for table in TABLES:
@@ -93,7 +93,7 @@ def gradients(transformer, **options):
 @pytest.mark.parametrize("version", models.CONFIGS)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_takes_the_stock_path_and_gets_the_hosts_gradients(stand_ins, version, checkpointing):
-    both = Together(stand_ins, lambda: setups.pipeline_of(models.tiny_transformer(version)))
+    both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny(version)))
     enable(both.ours)
     both.do("train")
     if checkpointing:
@@ -134,7 +134,7 @@ def test_inference_mode_is_fast(stand_ins):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("version", models.CONFIGS)
 def test_every_dtype_that_verifies_is_fast(stand_ins, version, dtype):
-    both = Together(stand_ins, lambda: setups.pipeline_of(models.tiny_transformer(version, dtype=dtype)))
+    both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny(version, dtype=dtype)))
     enable(both.ours)
     for guidance in ("cfg", "stg", "isolated"):
         for _ in range(2):
@@ -147,7 +147,7 @@ def test_every_dtype_that_verifies_is_fast(stand_ins, version, dtype):
 
 
 def test_dtype_that_kernels_do_not_take(stand_ins):
-    both = Together(stand_ins, lambda: setups.pipeline_of(models.tiny_transformer("2.3", dtype=torch.float64)))
+    both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny("2.3", dtype=torch.float64)))
     enable(both.ours)
     both.check(fast=False)
     assert reasons(both.ours) >= {"the hidden states are torch.float64"}
@@ -177,7 +177,7 @@ def test_device_that_kernels_do_not_run_on_is_named(monkeypatch, device):
 
 
 def test_model_on_another_device_than_the_kernels(stand_ins):
-    transformer = models.tiny_transformer("2.3")
+    transformer = setups.tiny()
     enable(transformer)
     inputs = models.inputs(transformer, **setups.SMALL)
     inputs = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
