@@ -29,6 +29,8 @@ class FastPath:
         reason: why nothing was changed, or None.
         sites: the `FirstSight` of every place where an op stands, by name.
         skipped: modules that could not be patched, with the reason; the others are fast.
+        audio_stream: whether audio runs on a CUDA stream of its own beside the video; set it to False for a profile whose kernels
+            do not overlap. The bits are the same.
     """
 
     def __init__(self, transformer: torch.nn.Module, quality: str):
@@ -38,6 +40,7 @@ class FastPath:
         self._warned: set[str] = set()
         self.quality = quality
         self.cuda_graphs = False
+        self.audio_stream = True
         self.active = False
         self.reason: str | None = None
         self.sites: dict[str, Any] = {}

@@ -9,7 +9,7 @@ import functools
 from ltx2_fastpath.ops.numerics import IndexedRows, full
 
 from .host import transformer_ltx2
-from .streams import AudioStreams
+from .streams import AudioStreams, Together
 
 
 def make_forward(fast):
@@ -103,7 +103,7 @@ def make_forward(fast):
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = video_ada[:6]
         audio_shift_msa, audio_scale_msa, audio_gate_msa, audio_shift_mlp, audio_scale_mlp, audio_gate_mlp = audio_ada[:6]
 
-        with streams.beside(self, video.device) as beside:
+        with streams.beside(self, video.device) if fast.audio_stream else Together() as beside:
             # 1. Video: self-attention, then text cross-attention.
             normed = sites["norm1"](self.norm1, video, scale_msa, shift_msa)
             video_update = self.attn1(
