@@ -48,12 +48,13 @@ class FastPath:
         self.stock_calls: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def _apply(self) -> None:
-        self.reason = _why_unsupported()
+        told, self.reason = self.reason, _why_unsupported()
         if self.reason is not None:
-            logger.warning(
-                "The fast path stays off: %s. The pipeline runs as before. `python -m ltx2_fastpath` says what to do.",
-                self.reason,
-            )
+            if self.reason != told:
+                logger.warning(
+                    "The fast path stays off: %s. The pipeline runs as before. `python -m ltx2_fastpath` says what to do.",
+                    self.reason,
+                )
             return
         from . import patches
         from .sites import build_sites
@@ -214,11 +215,10 @@ def enable(pipe, *, quality: str = "lossless", cuda_graphs: bool = False) -> Fas
         raise ValueError(f"unknown quality {quality!r}; choose from {', '.join(map(repr, QUALITIES))}")
     transformer = _transformer_of(pipe)
     with _switching:
-        fast = _handles.get(transformer)
-        if fast is None or not fast.active:
-            fast = FastPath(transformer, quality)
+        fast = _handles.get(transformer) or FastPath(transformer, quality)
+        if not fast.active:
             fast._apply()
-            _handles[transformer] = fast
+        _handles[transformer] = fast
     if fast.cuda_graphs and not cuda_graphs and fast.active:
         fast.sites["cuda_graphs"].clear()
     fast.cuda_graphs = cuda_graphs
