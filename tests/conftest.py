@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     torch.set_num_threads(1)
 
 import collections
+import gc
 import importlib
 import pkgutil
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import ltx2_fastpath
 from ltx2_fastpath.bench import models
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -183,3 +185,27 @@ def far_apart(tmp_path):
         return tensor.copy_(torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).half())
 
     return make
+
+
+@pytest.fixture(scope="session")
+def full_size():
+    """full_size(version): the transformer of that version at full size, bf16, on the GPU.
+
+    The last one built is kept for the next test that asks for it (38 GB and some seconds each), disabled. A test that asks for
+    another must not hold on to it.
+    """
+    built = {}
+
+    def build(version: str):
+        if version not in built:
+            built.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
+            built[version] = models.build_transformer(version, device="cuda", dtype=torch.bfloat16)
+        ltx2_fastpath.disable(built[version])
+        return built[version]
+
+    yield build
+    built.clear()
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,184 @@
+"""Whole forwards of full-size transformers: is every bit that of the stock forward, and did the kernels compute it?"""
+
+import pytest
+import torch
+from test_block import expected_launches
+
+import ltx2_fastpath
+from ltx2_fastpath.bench import models
+from ltx2_fastpath.first_sight import FirstSight
+from ltx2_fastpath.ops import cuda
+
+SMALL = dict(height=512, width=768, num_frames=121)
+LARGE = dict(height=704, width=1280, num_frames=121)
+TINY = dict(height=512, width=768, num_frames=9)
+GUIDANCE = ("cfg", "stg", "isolated")
+
+
+@pytest.fixture(scope="module", params=models.CONFIGS)
+def version(request):
+    return request.param
+
+
+@pytest.fixture
+def model(full_size, version):
+    transformer = full_size(version)
+    yield transformer
+    ltx2_fastpath.disable(transformer)
+
+
+def op_sites(handle) -> dict:
+    return {name: site for name, site in handle.sites.items() if isinstance(site, FirstSight)}
+
+
+def may_be_stock(name) -> bool:
+    """The feed-forward's GELU is torch's own where it is small (audio), and where the kernels in CUDA C++ cannot be had."""
+    return name == "audio_ff.gelu" or (name == "ff.gelu" and "cuda" not in cuda.IMPLEMENTATIONS)
+
+
+class Calls:
+    """What the sites of `handle` did within the context: `fast` and `stock`, {site: calls}."""
+
+    def __init__(self, handle):
+        self._handle = handle
+
+    def __enter__(self):
+        self._before = {name: (site.fast, site.stock) for name, site in op_sites(self._handle).items()}
+        return self
+
+    def __exit__(self, *exception):
+        after = {name: (site.fast, site.stock) for name, site in op_sites(self._handle).items()}
+        self.fast = {name: after[name][0] - self._before[name][0] for name in after}
+        self.stock = {name: after[name][1] - self._before[name][1] for name in after}
+
+
+def forward(model, kwargs):
+    with torch.no_grad():
+        return model(**kwargs)
+
+
+def stock_forward(model, kwargs):
+    with ltx2_fastpath.disabled(model):
+        return forward(model, kwargs)
+
+
+def assert_equal(fast, stock):
+    for name, mine, host in zip(("video", "audio"), fast, stock):
+        different = int((mine != host).sum())
+        assert torch.equal(mine, host), f"{name}: {different} of {host.numel()} values differ"
+
+
+def check(model, version, kwargs, *, guidance):
+    """A stock and three fast forwards: at first sight, at first sight of distinct timesteps, and when all is verified."""
+    handle = ltx2_fastpath.enable(model)
+    assert handle.active and not handle.skipped, handle.reason or handle.skipped
+    stock = stock_forward(model, kwargs)
+    assert stock[0].isfinite().all() and stock[0].float().std() > 0.1
+    for _ in range(2):
+        assert_equal(forward(model, kwargs), stock)
+    with Calls(handle) as calls:
+        fast = forward(model, kwargs)
+    assert_equal(fast, stock)
+
+    fallen_back = {name: op_sites(handle)[name].notes for name, count in calls.stock.items() if count and not may_be_stock(name)}
+    assert fallen_back == {}
+    isolated = guidance == "isolated"
+    perturbed = guidance == "stg" and version != "2.0"
+    expected = expected_launches(
+        version, layers=len(model.transformer_blocks), perturbed=perturbed, a2v=not isolated, v2a=not isolated
+    )
+    launched = sum(count for name, count in calls.fast.items() if not name.endswith(".gelu"))
+    assert launched == sum(count for name, count in expected.items() if name != "gelu")
+    assert all(calls.fast[name] + calls.stock[name] == len(model.transformer_blocks) for name in ("ff.gelu", "audio_ff.gelu"))
+
+
+@pytest.mark.parametrize("guidance", GUIDANCE)
+@pytest.mark.parametrize("image_to_video", [False, True], ids=["t2v", "i2v"])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_forward_at_512x768x121(model, version, caplog, batch_size, image_to_video, guidance):
+    kwargs = models.inputs(model, **SMALL, batch_size=batch_size, image_to_video=image_to_video, guidance=guidance)
+    check(model, version, kwargs, guidance=guidance)
+    assert [record.getMessage() for record in caplog.records if record.name == "ltx2_fastpath"] == []
+
+
+@pytest.mark.parametrize("version", ["2.3"], indirect=True, scope="module")
+@pytest.mark.parametrize("guidance", GUIDANCE)
+@pytest.mark.parametrize("image_to_video", [False, True], ids=["t2v", "i2v"])
+def test_forward_at_704x1280x121(model, version, image_to_video, guidance):
+    kwargs = models.inputs(model, **LARGE, image_to_video=image_to_video, guidance=guidance)
+    check(model, version, kwargs, guidance=guidance)
+
+
+def test_disabled_and_disable_are_the_stock_forward(model):
+    """What the other tests take for stock is what the model computed before it was enabled, and computes after."""
+    kwargs = models.inputs(model, **TINY, batch_size=2, image_to_video=True)
+    before = forward(model, kwargs)
+    handle = ltx2_fastpath.enable(model)
+    forward(model, kwargs)
+    with Calls(handle) as calls:
+        assert_equal(stock_forward(model, kwargs), before)
+    assert sum(calls.fast.values()) == sum(calls.stock.values()) == 0
+    ltx2_fastpath.disable(model)
+    assert_equal(forward(model, kwargs), before)
+
+
+@pytest.mark.parametrize("num_frames", [1, 9])
+def test_few_tokens(model, version, num_frames):
+    """One audio token for a single frame: torch sums under 16 rows in other orders."""
+    kwargs = models.inputs(model, height=256, width=256, num_frames=num_frames, batch_size=1)
+    handle = ltx2_fastpath.enable(model)
+    stock = stock_forward(model, kwargs)
+    for _ in range(2):
+        assert_equal(forward(model, kwargs), stock)
+    with Calls(handle) as calls:
+        assert_equal(forward(model, kwargs), stock)
+    assert calls.fast["norm1"] == calls.fast["attn1.qk_norm_split_rope"] == len(model.transformer_blocks)
+
+
+@pytest.mark.parametrize(
+    "context", [torch.inference_mode, lambda: torch.cuda.stream(torch.cuda.Stream())], ids=["inference", "stream"]
+)
+def test_in_inference_mode_and_on_another_stream(model, context):
+    kwargs = models.inputs(model, **TINY, batch_size=2, image_to_video=True)
+    stock = forward(model, kwargs)
+    handle = ltx2_fastpath.enable(model)
+    with Calls(handle) as calls:
+        for _ in range(3):
+            with context():
+                outputs = forward(model, kwargs)
+                torch.cuda.synchronize()
+            assert_equal(outputs, stock)
+    assert calls.fast["norm1"] == 3 * len(model.transformer_blocks) - 1
+
+
+def stacked(first: dict, second: dict) -> dict:
+    """The inputs of one forward whose rows are those of both."""
+    return {name: torch.cat([first[name], value]) if isinstance(value, torch.Tensor) else value for name, value in second.items()}
+
+
+def test_passes_of_a_step_that_share_a_prefix(model):
+    """The STG pass starts where it differs from the CFG pass of its step, once that was seen to give its bits."""
+    handle = ltx2_fastpath.enable(model)
+    layers = len(model.transformer_blocks)
+    for step in range(4):
+        stg = models.inputs(model, **SMALL, guidance="stg", seed=2 * step)
+        cfg = stacked(models.inputs(model, **SMALL, seed=2 * step + 1), stg | dict(spatio_temporal_guidance_blocks=None))
+        assert_equal(forward(model, cfg), stock_forward(model, cfg))
+        with Calls(handle) as calls:
+            fast = forward(model, stg)
+        assert_equal(fast, stock_forward(model, stg))
+    reused = handle.sites["guidance.prefix"].fast
+    assert reused >= 1, handle.sites["guidance.prefix"].notes
+    assert calls.fast["ada_values"] == layers - models.STG_BLOCK
+
+
+@pytest.mark.parametrize("guidance", GUIDANCE)
+def test_cuda_graphs(model, guidance):
+    handle = ltx2_fastpath.enable(model, cuda_graphs=True)
+    graphs = handle.sites["cuda_graphs"]
+    kwargs = models.inputs(model, **TINY, guidance=guidance)
+    for seed in range(5):
+        other = models.inputs(model, **TINY, guidance=guidance, seed=seed)
+        kwargs |= {name: other[name] for name in ("hidden_states", "audio_hidden_states", "encoder_hidden_states")}
+        assert_equal(forward(model, kwargs), stock_forward(model, kwargs))
+    assert graphs.fast >= 2, graphs.notes
