@@ -8,6 +8,7 @@ import collections
 
 import pytest
 import torch
+from diffusers.models.transformers import transformer_ltx2
 
 import ltx2_fastpath
 from ltx2_fastpath import first_sight
@@ -221,6 +222,44 @@ def test_every_attention_mask_reaches_its_attention(stand_ins, any_width, transf
         for _ in range(2):
             assert equal(block(**kwargs), stock)
     assert stand_ins["qk_norm_split_rope"] == 12
+
+
+def test_mask_that_changes_in_place_between_calls(stand_ins, any_width, transformer):
+    """What was made of a mask is kept for the next layer, and must not be taken for what the mask has become."""
+    block, kwargs = block_call(transformer)
+    mask = kwargs["encoder_attention_mask"] = torch.zeros(1, 1, 16)
+    ltx2_fastpath.enable(transformer)
+    results = []
+    for hidden in (slice(0, 4), slice(4, 9), slice(9, 16)):
+        mask.zero_()
+        mask[..., hidden] = -10000.0
+        with torch.no_grad():
+            for _ in range(2):
+                results.append(block(**kwargs))
+            with ltx2_fastpath.disabled(transformer):
+                stock = block(**kwargs)
+        assert equal(results[-1], stock) and equal(results[-2], stock)
+    assert not equal(results[0], results[2]) and not equal(results[2], results[4])
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+@pytest.mark.parametrize("guidance", ["cfg", "stg"])
+def test_attention_backend_that_returns_another_dtype(stand_ins, any_width, monkeypatch, version, guidance):
+    """The host casts what a backend returns to the dtype of the query."""
+    transformer = models.tiny_transformer(version, dtype=torch.bfloat16)
+    dispatch = transformer_ltx2.dispatch_attention_fn
+    monkeypatch.setattr(
+        transformer_ltx2, "dispatch_attention_fn", lambda *args, **kwargs: dispatch(*args, **kwargs).float() * 1.001
+    )
+    kwargs = inputs(transformer, batch_size=2, guidance=guidance)
+    if guidance == "stg":
+        kwargs["perturbation_mask"] = torch.tensor([0.0, 1.0], dtype=torch.bfloat16)
+    stock = forward(transformer, kwargs)
+    handle = ltx2_fastpath.enable(transformer)
+    for _ in range(2):
+        assert equal(forward(transformer, kwargs), stock)
+    assert stock[0].dtype == torch.bfloat16 and not handle.stock_calls
+    assert stand_ins["head_gate"] == 2 * expected_launches(version).get("head_gate", 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
