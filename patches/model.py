@@ -42,9 +42,10 @@ def make_forward(fast):
         arguments = dict(bound.arguments)
         arguments.pop("self")
         if fast.cuda_graphs and fast.why_not(arguments["hidden_states"]) is None:
-            reason = _why_watched(fast, self, prefix.survey(self))
+            survey = prefix.survey(self)
+            reason = _why_watched(fast, self, survey)
             if reason is None:
-                return graphs.forward(fast, self, arguments, functools.partial(stock, self))
+                return graphs.forward(fast, self, survey, arguments, functools.partial(stock, self))
             graphs.refuse(reason)
         with prefix.passing(fast, self, arguments):
             return stock(self, *args, **kwargs)
@@ -120,7 +121,12 @@ class _Reuse(_Pass):
 
 
 class _Current(threading.local):
-    value = None
+    """A thread's own: other threads run other requests, between whose passes theirs come, and may do so on other streams."""
+
+    value: Any = None  # the pass that it is in
+    at: int | None = None  # the first perturbed block of the STG passes seen
+    in_vain = 0
+    kept: Any = None  # a _Keep that has arrived, or None
 
 
 class PrefixReuse:
@@ -137,9 +143,6 @@ class PrefixReuse:
         self.stock = 0
         self._notes: set[str] = set()
         self._verified: dict = {}
-        self._at: int | None = None  # the first perturbed block of the STG passes seen
-        self._in_vain = 0
-        self._kept: Any = None  # a _Keep that has arrived, or None
         self._current = _Current()
         # A survey holds the weights, which must not outlive the transformer because somebody holds its handle.
         self._surveys: weakref.WeakKeyDictionary[torch.nn.Module, Survey] = weakref.WeakKeyDictionary()
@@ -164,15 +167,15 @@ class PrefixReuse:
         return _Passing(self, self._plan(fast, transformer, arguments))
 
     def _plan(self, fast, transformer, arguments):
-        stg_blocks = arguments.get("spatio_temporal_guidance_blocks")
-        if arguments.get("isolate_modalities") or (not stg_blocks and self._at is None):
+        stg_blocks, mine = arguments.get("spatio_temporal_guidance_blocks"), self._current
+        if arguments.get("isolate_modalities") or (not stg_blocks and mine.at is None):
             return None
         if fast.why_not(arguments["hidden_states"]) is not None:
             return None
         survey = self.survey(transformer)
         reason = _why_watched(fast, transformer, survey)
         if reason is not None:
-            self._kept = None
+            mine.kept = None
             if stg_blocks:
                 self.stock += 1
                 self._notes.add(reason)
@@ -182,18 +185,20 @@ class PrefixReuse:
         return self._plan_stg(survey.state(), arguments, min(stg_blocks))
 
     def _plan_keep(self, state, arguments):
-        self._in_vain = self._in_vain + 1 if self._kept is not None else 0
-        self._kept = None
-        if self._in_vain >= _FORGET_AFTER:
-            self._at, self._in_vain = None, 0
+        mine = self._current
+        mine.in_vain = mine.in_vain + 1 if mine.kept is not None else 0
+        mine.kept = None
+        if mine.in_vain >= _FORGET_AFTER:
+            mine.at, mine.in_vain = None, 0
             return None
-        return _Keep(self._at, arguments, state)
+        return _Keep(mine.at, arguments, state)
 
     def _plan_stg(self, state, arguments, at):
-        kept, self._kept = self._kept, None
-        if at != self._at:
-            self._at, kept = at, None
-        self._in_vain = 0
+        mine = self._current
+        kept, mine.kept = mine.kept, None
+        if at != mine.at:
+            mine.at, kept = at, None
+        mine.in_vain = 0
         if kept is None or at == 0:
             self.stock += 1
             return None
@@ -232,7 +237,7 @@ class _Passing:
     def __exit__(self, error_type, error, traceback):
         self.prefix._current.value = self.outer
         if isinstance(self.plan, _Keep) and self.plan.video is not None and error_type is None:
-            self.prefix._kept = self.plan
+            self.prefix._current.kept = self.plan
 
 
 def _equal_chunk(kept: dict, arguments: dict) -> int | None:

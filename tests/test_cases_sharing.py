@@ -268,6 +268,34 @@ def test_threads_generate_with_one_transformer(stand_ins, offload):
     assert stand_ins.total() > 0 and report(both.ours).stock_calls == {}
 
 
+def test_threads_that_guide_at_the_same_time_reuse_their_own_passes(stand_ins):
+    """Two requests whose CFG and STG passes alternate: neither finds the other's states, nor loses its own."""
+    both = Together(stand_ins)
+    handle = enable(both.ours)
+    turns = [threading.Event() for _ in range(2)]
+
+    def request(i):
+        equal = []
+        for _ in range(4):
+            for guidance in ("cfg", "stg"):
+                assert turns[i].wait(60)
+                turns[i].clear()
+                options = dict(seed=i, guidance=guidance)
+                equal.append(setups.equal(setups.step(both.ours.transformer, **options), expected[i][guidance]))
+                turns[1 - i].set()
+        return all(equal)
+
+    expected = [
+        {guidance: setups.step(both.stock.transformer, seed=i, guidance=guidance) for guidance in ("cfg", "stg")}
+        for i in range(2)
+    ]
+    turns[0].set()
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(request, range(2))) == [True, True]
+    # Each thread: the first step shows that there are STG passes, the second verifies (for both), the others reuse.
+    assert handle.sites["guidance.prefix"].fast >= 4
+
+
 @pytest.fixture
 def hasty_threads():
     """Threads take turns every 10 µs instead of every 5 ms."""
