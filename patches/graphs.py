@@ -9,6 +9,7 @@ replay, and another value means another graph. A graph is used only after its fi
 import collections
 import functools
 import threading
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ class _Graph(NamedTuple):
     inputs: dict
     outputs: tuple
     alive: object
-    depends: list
+    survey: weakref.ref  # of the modules and weights that are baked in, by their addresses
+    state: list
 
 
 class Graphs:
@@ -65,7 +67,7 @@ class Graphs:
         self.stock += 1
         self._reasons.add(reason)
 
-    def forward(self, fast, transformer, arguments, stock):
+    def forward(self, fast, transformer, survey, arguments, stock):
         """The result of `stock(**arguments)`, replayed where that is possible."""
         reason = _why_not()
         key = None if reason is not None else _key(fast, transformer, arguments)
@@ -77,13 +79,13 @@ class Graphs:
             self.stock += 1
             return stock(**arguments)
         try:
-            return self._forward(key, transformer, arguments, stock)
+            return self._forward(key, survey, arguments, stock)
         finally:
             self._lock.release()
 
-    def _forward(self, key, transformer, arguments, stock):
+    def _forward(self, key, survey, arguments, stock):
         captured = self._graphs.get(key)
-        if captured is not None and not all(holds() for holds in captured.depends):
+        if captured is not None and not (captured.survey() is survey and captured.state == survey.state()):
             del self._graphs[key]
             self._reasons.add("weights, adapters or processors changed: captured again")
             captured = None
@@ -94,7 +96,7 @@ class Graphs:
                 return stock(**arguments)
             expected = stock(**arguments)
             self.stock += 1
-            self._capture(key, transformer, arguments, stock, expected)
+            self._capture(key, survey, arguments, stock, expected)
             return expected
         self._graphs.move_to_end(key)
         self.fast += 1
@@ -103,23 +105,19 @@ class Graphs:
             return transformer_ltx2.AudioVisualModelOutput(*outputs)
         return outputs
 
-    def _capture(self, key, transformer, arguments, stock, expected):
+    def _capture(self, key, survey, arguments, stock, expected):
         while len(self._graphs) >= LIMIT:
             self._graphs.popitem(last=False)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_reserved()
-        inputs = {
-            name: value.clone()
-            for name, value in arguments.items()
-            if isinstance(value, torch.Tensor) and value.is_cuda and name not in _COORDINATES
-        }
+        inputs = {name: value.clone() for name, value in arguments.items() if _on_gpu(value) and name not in _COORDINATES}
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = stock(**{**arguments, **inputs, "return_dict": False})
             alive = [arguments[name] for name in _COORDINATES], _tables(key)
-            captured = _Graph(graph, inputs, outputs, alive, _depends(transformer))
+            captured = _Graph(graph, inputs, outputs, alive, weakref.ref(survey), survey.state())
             results = _replay(captured, arguments)
         except Exception as error:
             self._refused[key] = f"capture failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -132,6 +130,10 @@ class Graphs:
 
 
 _COORDINATES = ("video_coords", "audio_coords")
+
+
+def _on_gpu(value) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
 
 
 def _replay(captured: _Graph, arguments: dict) -> tuple:
@@ -165,13 +167,12 @@ def _key(fast, transformer, arguments):
         if name in _COORDINATES:
             if value is None:
                 return None
+        elif _on_gpu(value):
+            parts.append((name, value.shape, value.stride(), value.dtype, value.device))
         elif isinstance(value, torch.Tensor):
-            if value.is_cuda:
-                parts.append((name, value.shape, value.stride(), value.dtype, value.device))
-            elif value.numel() <= _SMALL:
-                parts.append((name, value.dtype, str(value.tolist())))
-            else:
+            if value.numel() > _SMALL:
                 return None
+            parts.append((name, value.dtype, str(value.tolist())))
         elif name != "return_dict":
             parts.append((name, repr(value)))
     video, audio = (arguments[name] for name in _COORDINATES)
@@ -200,34 +201,6 @@ def _switches() -> tuple:
         cuda.matmul.allow_fp16_reduced_precision_reduction,
         torch.are_deterministic_algorithms_enabled(),
     )
-
-
-def _depends(transformer) -> list:
-    """Checks, cheap enough for every replay, that the modules and weights baked into a graph are still those."""
-    children, tensors, states = [], [], []
-    for module in transformer.modules():
-        children += [(module._modules, name, child) for name, child in module._modules.items()]
-        for store in (module._parameters, module._buffers):
-            tensors += [(store, name, value, value.data_ptr()) for name, value in store.items() if value is not None]
-        if hasattr(module, "processor"):
-            states.append((module, _processor_state, _processor_state(module)))
-        if hasattr(module, "scaling"):
-            states.append((module, _adapter_state, _adapter_state(module)))
-    return [
-        lambda: all(store.get(name) is child for store, name, child in children),
-        lambda: all(store.get(name) is value and value.data_ptr() == at for store, name, value, at in tensors),
-        lambda: all(read(module) == state for module, read, state in states),
-    ]
-
-
-def _processor_state(attention):
-    processor = attention.processor
-    return id(processor), getattr(processor, "_attention_backend", None)
-
-
-def _adapter_state(layer):
-    active = tuple(getattr(layer, "active_adapters", ()))
-    return tuple(sorted(layer.scaling.items())), active, getattr(layer, "disable_adapters", None), bool(layer.merged)
 
 
 def _why_not() -> str | None:
