@@ -68,13 +68,13 @@ def assert_equal(fast, stock):
         assert torch.equal(mine, host), f"{name}: {different} of {host.numel()} values differ"
 
 
-def check(model, version, kwargs, *, guidance):
-    """A stock and three fast forwards: at first sight, at first sight of distinct timesteps, and when all is verified."""
+def check(model, version, kwargs, *, image_to_video, guidance):
+    """A stock forward, and fast ones at first sight, at first sight of distinct timesteps, and when all is verified."""
     handle = ltx2_fastpath.enable(model)
     assert handle.active and not handle.skipped, handle.reason or handle.skipped
     stock = stock_forward(model, kwargs)
     assert stock[0].isfinite().all() and stock[0].float().std() > 0.1
-    for _ in range(2):
+    for _ in range(1 + image_to_video):
         assert_equal(forward(model, kwargs), stock)
     with Calls(handle) as calls:
         fast = forward(model, kwargs)
@@ -97,7 +97,7 @@ def check(model, version, kwargs, *, guidance):
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_forward_at_512x768x121(model, version, caplog, batch_size, image_to_video, guidance):
     kwargs = models.inputs(model, **SMALL, batch_size=batch_size, image_to_video=image_to_video, guidance=guidance)
-    check(model, version, kwargs, guidance=guidance)
+    check(model, version, kwargs, image_to_video=image_to_video, guidance=guidance)
     assert [record.getMessage() for record in caplog.records if record.name == "ltx2_fastpath"] == []
 
 
@@ -106,7 +106,7 @@ def test_forward_at_512x768x121(model, version, caplog, batch_size, image_to_vid
 @pytest.mark.parametrize("image_to_video", [False, True], ids=["t2v", "i2v"])
 def test_forward_at_704x1280x121(model, version, image_to_video, guidance):
     kwargs = models.inputs(model, **LARGE, image_to_video=image_to_video, guidance=guidance)
-    check(model, version, kwargs, guidance=guidance)
+    check(model, version, kwargs, image_to_video=image_to_video, guidance=guidance)
 
 
 def test_disabled_and_disable_are_the_stock_forward(model):
