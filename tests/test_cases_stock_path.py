@@ -1,5 +1,8 @@
 """Where kernels must not run, or fail: the host's path, the host's results, and the report says why."""
 
+import contextlib
+import types
+
 import conftest
 import pytest
 import setups
@@ -174,6 +177,26 @@ def test_device_that_kernels_do_not_run_on_is_named(monkeypatch, device):
     assert api._why_not_device(torch.device(device), torch.bfloat16) == f"the hidden states are on {device}"
     assert api._why_not_device(torch.device(device, 0), torch.bfloat16) == f"the hidden states are on {device}"
     api._why_not_device.cache_clear()
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_kernels_are_launched_on_the_tensors_device(monkeypatch, current):
+    """The part of it that needs no second GPU (tests/gpu/test_two_devices.py): the device is made current, if it is not."""
+    entered = []
+
+    @contextlib.contextmanager
+    def make_current(device):
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", make_current)
+    device = torch.device("cuda:1")
+    with numerics.on_device(types.SimpleNamespace(is_cuda=True, device=device, get_device=lambda: 1)):
+        assert entered == ([] if current == 1 else [device])
+    with numerics.on_device(torch.ones(1)):
+        assert len(entered) == 1 - current
 
 
 def test_model_on_another_device_than_the_kernels(stand_ins):

@@ -1,7 +1,7 @@
 """Full-size transformers under offloads, adapters and caches, with the real kernels: equal to stock set up alike, and no slower.
 
-``pytest tests/gpu/test_living_together.py -s`` prints the medians. The forwards of both sides take turns; on a set-up that is bound
-by transfers they take the same time.
+``pytest tests/gpu/test_living_together.py -s`` prints the medians. The forwards of both sides take turns; on a set-up that is
+bound by transfers they take the same time.
 """
 
 import gc
@@ -349,7 +349,7 @@ print(len(records), "TRITON_CACHE_DIR" in records[0].getMessage(), records[0].ge
 
 
 def test_kernel_cache_that_cannot_be_written(run_python, tmp_path):
-    """Triton's home is a file, as homes are read-only elsewhere: it cannot cache, nothing fails, and one line says what to set."""
+    """Triton's home is a file, as homes are read-only elsewhere: it cannot cache, nothing fails, one line says what to set."""
     (tmp_path / "home").touch()
     printed = run_python(UNWRITABLE, TRITON_HOME=str(tmp_path / "home"), TRITON_CACHE_DIR=None)
     assert printed.splitlines()[:2] == ["True", "True"]
