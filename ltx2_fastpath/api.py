@@ -194,6 +194,20 @@ def _transformer_of(pipe) -> torch.nn.Module:
     )
 
 
+def _forget_copies(transformer: torch.nn.Module) -> None:
+    """Make stock what a deep copy brought along of another transformer's forwards."""
+    if (patches := sys.modules.get(f"{__package__}.patches")) is not None:
+        patches.forget_copies(transformer)
+
+
+def _handle_of(transformer: torch.nn.Module) -> FastPath | None:
+    """The handle of `transformer`, or None. A deep copy of an enabled one has none, but its forwards; here they go."""
+    fast = _handles.get(transformer)
+    if fast is None:
+        _forget_copies(transformer)
+    return fast
+
+
 def enable(pipe, *, quality: str = "lossless", cuda_graphs: bool = False) -> FastPath:
     """Make the LTX-2 transformer behind `pipe` fast without changing a bit of what it computes.
 
@@ -236,8 +250,7 @@ def disable(pipe) -> None:
         fast = _handles.pop(transformer, None)
         if fast is not None:
             fast._restore()
-        if (patches := sys.modules.get(f"{__package__}.patches")) is not None:
-            patches.forget_copies(transformer)
+        _forget_copies(transformer)
 
 
 @contextlib.contextmanager
@@ -247,7 +260,7 @@ def disabled(pipe):
     Raises:
         TypeError: `pipe` has no LTX-2 transformer.
     """
-    fast = _handles.get(_transformer_of(pipe))
+    fast = _handle_of(_transformer_of(pipe))
     if fast is None:
         yield
         return
@@ -264,4 +277,4 @@ def report(pipe) -> Report:
     Raises:
         TypeError: `pipe` has no LTX-2 transformer.
     """
-    return Report(_handles.get(_transformer_of(pipe)))
+    return Report(_handle_of(_transformer_of(pipe)))

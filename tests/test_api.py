@@ -1,5 +1,6 @@
 """The public functions: what they find, what they refuse, how they switch, and how they fall back."""
 
+import copy
 import gc
 import threading
 import types
@@ -445,3 +446,18 @@ def test_nothing_warns(transformer, stand_ins, any_width):
         ltx2_fastpath.enable(transformer)
         forward(transformer)
         ltx2_fastpath.disable(transformer)
+
+
+def test_a_deep_copy_is_what_its_report_says(stand_ins, any_width):
+    """The copy was never enabled: once something asks, it computes the stock way, and the original goes on fast."""
+    transformer = models.tiny_transformer("2.3")
+    ltx2_fastpath.enable(transformer)
+    for ask in (ltx2_fastpath.report, lambda twin: ltx2_fastpath.disabled(twin).__enter__()):
+        twin = copy.deepcopy(transformer)
+        ask(twin)
+        stand_ins.clear()
+        forward(twin)
+        assert sum(stand_ins.values()) == 0 and ltx2_fastpath.report(twin).status == "not enabled"
+    forward(transformer)
+    forward(transformer)
+    assert sum(stand_ins.values()) > 0 and ltx2_fastpath.report(transformer).status.startswith("active")
