@@ -125,22 +125,28 @@ class Run:
         self._inputs = models.inputs(self._pipe.transformer, **setups.SMALL)
         self._launches = launches
         self._enabled = False
-        try:
-            for slot, feature in enumerate((*features, None)):
-                self._switch(placement.count(slot))
-                if feature is not None:
-                    self._at = feature
-                    FEATURES[feature](self._pipe)
-                self._step()
-        except Exception as error:
-            self.error = self._at, type(error)
+        self._guarded(self._set_up, features, placement)
         self._at = "the end"
         if placement:
             ltx2_fastpath.disable(self._pipe)
             self._enabled = False
         if self.error is None:
-            self._step()
+            self._guarded(self._step)
         self.anatomy = setups.anatomy(self._pipe.transformer)
+
+    def _set_up(self, features, placement):
+        for slot, feature in enumerate((*features, None)):
+            self._switch(placement.count(slot))
+            if feature is not None:
+                self._at = feature
+                FEATURES[feature](self._pipe)
+            self._step()
+
+    def _guarded(self, act, *args):
+        try:
+            act(*args)
+        except Exception as error:
+            self.error = self._at, type(error)
 
     def _switch(self, times):
         for _ in range(times):
