@@ -65,7 +65,7 @@ def markdown(rows: list[list[str]], left: int = 1) -> str:
 
 def _forwards(sections: list[dict]) -> str:
     rows = [
-        ["LTX", "clip (tokens)", "rows", "arm", "bits", "GPU ms", "over stock", "of floor", "host ms", "launches", "peak GiB"]
+        ["LTX", "clip (tokens)", "rows", "arm", "bits", "GPU ms", "over stock", "of floor", "host ms", "kernels", "peak GiB"]
     ]  # fmt: skip
     for section in sections:
         passes = " + ".join(f"{count} {guidance}" for guidance, count in section["passes"].items())
