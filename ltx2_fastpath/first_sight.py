@@ -22,9 +22,14 @@ def same_bits(a, b) -> bool:
         return len(a) == len(b) and all(map(same_bits, a, b))
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    equal = a.contiguous().view(bits) == b.contiguous().view(bits)
-    return bool((equal | (a.isnan() & b.isnan())).all())
+    return bool(((bits(a) == bits(b)) | (a.isnan() & b.isnan())).all())
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """`x` as integers where it is floating point, so that ``==`` tells 0.0 from -0.0."""
+    if not x.is_floating_point():
+        return x
+    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 class FirstSight:

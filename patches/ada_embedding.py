@@ -11,6 +11,7 @@ import logging
 
 import torch
 
+from ltx2_fastpath.first_sight import same_bits
 from ltx2_fastpath.ops.numerics import IndexedRows
 
 from .host import transformer_ltx2
@@ -96,7 +97,7 @@ class DistinctTimesteps:
 def _same_rows(full, rows, index, step=1024) -> bool:
     """Whether full[i] equals rows[index[i]] for all i, compared in steps to keep memory low."""
     steps = range(0, len(full), step)
-    return all(bool((full[i : i + step] == rows[index[i : i + step]]).all()) for i in steps)
+    return all(same_bits(full[i : i + step], rows[index[i : i + step]]) for i in steps)
 
 
 def make_forward(fast, name):

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from ltx2_fastpath.first_sight import bits
+
 from .host import transformer_ltx2
 from .survey import Survey
 
@@ -257,7 +259,7 @@ def _equal_chunk(kept: dict, arguments: dict) -> int | None:
             return None
         if before.shape[:1] != (kept_rows,) or now.shape != (rows, *before.shape[1:]):
             return None
-        chunks = before.unflatten(0, (-1, rows)) == now
+        chunks = bits(before).unflatten(0, (-1, rows)) == bits(now)
         flags.append(chunks.flatten(1).all(1).to(arguments["hidden_states"].device))
     equal = torch.stack(flags).all(0).tolist()
     # The positive prompt comes last.
