@@ -101,6 +101,8 @@ class FastPath:
             return "switched off by disabled()"
         if torch.is_grad_enabled():
             return "gradients are enabled"
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return "hooks are set on all modules"  # and we read norms that we should call
         if type(x) is not torch.Tensor:
             return f"the hidden states are a {type(x).__name__}"
         return _why_not_device(x.device, x.dtype) or ("autocast is active" if torch.is_autocast_enabled(x.device.type) else None)
@@ -122,8 +124,7 @@ class FastPath:
 
     def blocks_take_rows(self) -> bool:
         """Whether every block understands `IndexedRows`, and no hook reads what the blocks are given."""
-        hooked = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-        hooked = hooked or any(block._forward_hooks or block._forward_pre_hooks for block in self._blocks())
+        hooked = any(block._forward_hooks or block._forward_pre_hooks for block in self._blocks())
         return self.covers_all_blocks and not self.is_compiled() and not hooked
 
     def count_stock(self, place: str, reason: str) -> None:
