@@ -4,9 +4,11 @@ import logging
 
 import pytest
 import setups
+import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 from diffusers.models.transformers import transformer_ltx2
 from setups import Together, fast_at
+from torch.nn.modules import module as torch_module
 
 from ltx2_fastpath import disable, enable, report
 
@@ -198,6 +200,30 @@ class TestPartly:
         for _ in range(2):
             both.check()
         assert not setups.equal(setups.step(both.ours.transformer), plain)
+
+    @pytest.mark.parametrize("kind", ["forward", "pre-forward"])
+    def test_hook_on_all_modules_of_the_process(self, stand_ins, kind):
+        """Profilers and counters set them; the norms, which the fast path reads instead of calling, have them too."""
+        both = Together(stand_ins)
+        enable(both.ours)
+        both.check()
+        plain, seen = setups.step(both.stock.transformer), []
+
+        def double(module, args, output=None):
+            if type(module) is torch.nn.RMSNorm:
+                seen.append(module)
+                return output * 2 if kind == "forward" else (args[0] + 1,)
+
+        register = torch_module.register_module_forward_hook
+        if kind == "pre-forward":
+            register = torch_module.register_module_forward_pre_hook
+        hook = register(double)
+        try:
+            both.check(fast=False)
+            assert len(seen) == 2 * 2 * 12 and not setups.equal(setups.step(both.ours.transformer), plain)
+        finally:
+            hook.remove()
+        both.check()
 
     @pytest.mark.parametrize(
         "piece", ["transformer_blocks.0", "transformer_blocks.1.attn2", "transformer_blocks.0.ff.net.0", "rope"]

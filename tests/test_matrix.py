@@ -32,7 +32,7 @@ from setups import CPU
 import ltx2_fastpath
 from ltx2_fastpath.bench import models
 
-LORA = setups.lora(num_layers=1, targets=("to_q", "to_out.0"))
+LORA = setups.lora(num_layers=1, targets=("to_q",))
 
 
 def load_lora(pipe):
