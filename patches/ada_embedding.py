@@ -34,8 +34,29 @@ _HEIGHTS = (_FEW, 256, 1024, 4096)
 logger = logging.getLogger("ltx2_fastpath")
 
 
+class HostRows(IndexedRows):
+    """`IndexedRows` that the host's blocks understand too, by what they read: after `disable` in the middle of a forward."""
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.index.shape, self.values.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def reshape(self, *shape: int) -> torch.Tensor:
+        return self.full().reshape(*shape)
+
+
 class IndexedEmbedding:
-    """Stands for the host's embedding [B·S, C] until the host views it as [B, S, C], which gives `IndexedRows`."""
+    """Stands for the host's embedding [B·S, C] until the host views it as [B, S, C], which gives `HostRows`."""
 
     def __init__(self, rows: IndexedRows):
         self._rows = rows
@@ -44,8 +65,8 @@ class IndexedEmbedding:
     def size(self, dim: int) -> int:
         return self.shape[dim]
 
-    def view(self, batch: int, tokens: int, width: int) -> IndexedRows:
-        return IndexedRows(self._rows.values, self._rows.index.view(batch, tokens))
+    def view(self, batch: int, tokens: int, width: int) -> HostRows:
+        return HostRows(self._rows.values, self._rows.index.view(batch, tokens))
 
 
 class DistinctTimesteps:

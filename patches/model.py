@@ -49,8 +49,11 @@ def make_forward(fast):
             if reason is None:
                 return graphs.forward(fast, self, survey, arguments, functools.partial(stock, self))
             graphs.refuse(reason)
-        with prefix.passing(fast, self, arguments):
+        with prefix.passing(fast, self, arguments) as this:
+            result = stock(self, *args, **kwargs)
+        if this is not None and this.was_cut_short():
             return stock(self, *args, **kwargs)
+        return result
 
     return forward
 
@@ -71,6 +74,10 @@ class _Pass:
         return self.skips and index < self.at, video, audio
 
     skips = False
+
+    def was_cut_short(self) -> bool:
+        """Whether blocks were skipped and block `at` was the host's: another thread called `disable` on the way."""
+        return self.skips and 0 < self.next <= self.at
 
     def arrive(self, video, audio):
         """Called at block `at` with what enters it; returns what shall enter it."""
@@ -235,6 +242,7 @@ class _Passing:
     def __enter__(self):
         self.outer = self.prefix._current.value
         self.prefix._current.value = self.plan
+        return self.plan
 
     def __exit__(self, error_type, error, traceback):
         self.prefix._current.value = self.outer
