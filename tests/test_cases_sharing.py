@@ -16,12 +16,16 @@ import pytest
 import setups
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel, LTX2ImageToVideoPipeline, LTX2VideoTransformer3DModel
+from ltx2_fastpath.patches import model
 from setups import Together, anatomy, differences
 
 from ltx2_fastpath import disable, disabled, enable, report
 from ltx2_fastpath.bench import models
 
 pytestmark = pytest.mark.usefixtures("any_width")
+
+
+LONG = dict(height=512, width=512, num_frames=25, image_to_video=True)  # enough tokens to embed distinct timesteps once
 
 
 def scale_weights(transformer, factor=1.25):
@@ -374,3 +378,52 @@ def test_transformer_can_be_freed_while_it_is_enabled(stand_ins):
     del transformer
     gc.collect()
     assert not [module for module in alive if module() is not None]
+
+
+def disable_elsewhere(pipe):
+    """As another thread does it."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        threads.submit(disable, pipe).result()
+
+
+def test_disabled_by_another_thread_while_blocks_are_skipped(stand_ins, monkeypatch):
+    """A guidance pass that was to start at block 1 finds it the host's."""
+    both = Together(stand_ins)
+    prefix = enable(both.ours).sites["guidance.prefix"]
+    for _ in range(3):
+        for guidance in ("cfg", "stg"):
+            both.check(guidance=guidance)
+    assert prefix.fast > 0
+    both.check()
+    at_block = model._Reuse.at_block
+
+    def skip_and_disable(self, *states):
+        skipped = at_block(self, *states)
+        disable_elsewhere(both.ours)
+        return skipped
+
+    monkeypatch.setattr(model._Reuse, "at_block", skip_and_disable)
+    reused = prefix.fast
+    both.check(guidance="stg", fast=False)
+    assert prefix.fast == reused + 1  # it had begun to skip
+    both.check_restored()
+
+
+@pytest.mark.parametrize("op", ["ada_values", "gelu", "head_gate"])
+@pytest.mark.parametrize("options", [{}, LONG], ids=["t2v", "long i2v"])
+def test_disabled_by_another_thread_in_the_middle_of_a_forward(stand_ins, monkeypatch, op, options):
+    """The blocks that are left are the host's, and are given what ours were given."""
+    both = Together(stand_ins)
+    enable(both.ours)
+    for _ in range(2):
+        both.check(**options)
+    module = conftest.ops()[op]
+
+    def launch_and_disable(*args, launch=module.launch):
+        disable_elsewhere(both.ours)
+        return launch(*args)
+
+    monkeypatch.setattr(module, "launch", launch_and_disable)
+    both.check(**options)
+    both.check(fast=False, **options)
+    both.check_restored()
