@@ -51,8 +51,11 @@ def kernel_calls(handle) -> int:
     return sum(site.fast for name, site in handle.sites.items() if hasattr(site, "op"))
 
 
-def check(transformer, kwargs, *, calls=3, stock=None):
-    """`calls` forwards as set up: equal to stock's (given, or taken with the fast path off), and computed by kernels."""
+def check(transformer, kwargs, *, calls=3, stock=None, launches=15):
+    """`calls` forwards as set up: equal to stock's (given, or taken with the fast path off), and computed by kernels.
+
+    After the first sight every block makes at least so many launches: of 25, less the audio's where there is too little of it.
+    """
     handle = ltx2_fastpath.enable(transformer)
     assert handle.active and not handle.skipped, handle.reason or handle.skipped
     if stock is None:
@@ -63,8 +66,7 @@ def check(transformer, kwargs, *, calls=3, stock=None):
         before = kernel_calls(handle)
         output = forward(transformer, kwargs)
         assert setups.equal(stock[i], output), f"call {i}"
-        # Ada values, eight norms and residuals, and at least as many for the attentions of every block, after the first sight.
-        assert i == 0 or kernel_calls(handle) - before >= 15 * len(transformer.transformer_blocks), i
+        assert i == 0 or kernel_calls(handle) - before >= launches * len(transformer.transformer_blocks), i
     assert not handle.stock_calls, handle.stock_calls
     return handle
 
@@ -196,7 +198,7 @@ def test_other_dtypes(build, dtype):
     """fp16 and fp32 are fast where they verify: in the norms for one, whose order does not depend on the dtype."""
     transformer = build(2, dtype=dtype)
     kwargs = models.inputs(transformer, **SHORT, batch_size=2)
-    handle = check(transformer, kwargs, calls=2)
+    handle = check(transformer, kwargs, calls=2, launches=5)
     print("\n", ltx2_fastpath.report(transformer))
     assert handle.sites["norm1"].fast > 0 and handle.sites["ada_values"].fast > 0
 
