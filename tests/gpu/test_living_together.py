@@ -253,6 +253,45 @@ def test_pipeline_offloaded_by_its_own_methods(offload, first):
     assert setups.differences(setups.anatomy(stock.transformer), setups.anatomy(ours.transformer)) == []
 
 
+def test_cuda_graphs_follow_what_is_done_to_the_transformer(build):
+    """A graph that was captured before a change must not be replayed after it."""
+    transformer = build(2)
+    kwargs = models.inputs(transformer, **SHORT)
+    other = models.build_transformer("2.3", num_layers=2, device=DEVICE, dtype=torch.bfloat16, seed=1)
+    graphs = ltx2_fastpath.enable(transformer, cuda_graphs=True).sites["cuda_graphs"]
+    outputs = []
+
+    def settle():
+        for _ in range(4):
+            with ltx2_fastpath.disabled(transformer):
+                outputs.append(forward(transformer, kwargs))
+            assert setups.equal(forward(transformer, kwargs), outputs[-1])
+
+    def double_weights():
+        with torch.no_grad():
+            transformer.transformer_blocks[1].ff.net[2].weight.mul_(2)
+
+    changes = {
+        "nothing": lambda: None,
+        "LoRA": lambda: add_lora(transformer),
+        "LoRA's weight": lambda: transformer.set_adapters(["default"], [0.5]),
+        "LoRA off": lambda: transformer.disable_adapters(),
+        "LoRA unloaded": lambda: transformer.unload_lora(),
+        "weights in place": double_weights,
+        "other weights": lambda: transformer.load_state_dict(other.state_dict(), assign=True),
+        "another block": lambda: transformer.transformer_blocks.__setitem__(1, other.transformer_blocks[0]),
+        "offload": lambda: transformer.enable_group_offload(onload_device=DEVICE, **LEVELS["blocks"]),
+    }
+    for name, change in changes.items():
+        replayed = graphs.fast
+        change()
+        settle()
+        print(f"{name}: {graphs.fast - replayed} of 4 forwards replayed; {graphs.notes}")
+        if name == "nothing":
+            assert graphs.fast > replayed
+    assert not setups.equal(outputs[0], outputs[4]) and not setups.equal(outputs[4], outputs[8])
+
+
 def test_threads_with_streams_of_their_own(build):
     """Two requests of different sizes at the same time, each thread on its own stream."""
     import concurrent.futures
