@@ -66,9 +66,6 @@ def test_sequential_offload_computes_the_same_whichever_comes_first(stand_ins, v
     both.check_restored()
 
 
-@pytest.mark.xfail(
-    reason="a norm that was hooked keeps a plain bound forward, which qk_norm_split_rope.norm_key takes for another", strict=True
-)
 def test_norms_are_fused_again_once_their_hooks_are_removed(stand_ins):
     both = Together(stand_ins)
     enable(both.ours)

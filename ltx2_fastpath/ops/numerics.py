@@ -6,6 +6,7 @@ taken. Rounding is a plain ``.to(dtype)`` at each point where eager stores a ten
 """
 
 import contextlib
+import types
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # releases by 1, 2, 4, 8, 16. FirstSight tries them in this sequence.
 HALVES, PAIRS = 0, 1
 WARP_ORDERS = (HALVES, PAIRS)
+
+
+def is_untouched(module: torch.nn.Module) -> bool:
+    """Whether to call `module` is to call its class's forward: no hooks, no other forward. Removed hooks leave that one, bound."""
+    forward = module.__dict__.get("forward")
+    if forward is not None and forward != types.MethodType(type(module).forward, module):
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks)
 
 
 _HERE = contextlib.nullcontext()

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from . import cuda
-from .numerics import DEVICE_TYPES, DTYPES, HALVES, lane_sum, layout, on_device, quads, random
+from .numerics import DEVICE_TYPES, DTYPES, HALVES, is_untouched, lane_sum, layout, on_device, quads, random
 from .rope_tables import Rope
 
 CHUNK = 512
@@ -132,9 +132,7 @@ def norm_key(norm):
 
 def _readable_weight(norm):
     """The weight of a plain ``torch.nn.RMSNorm`` without hooks; None for any other module."""
-    if type(norm) is not torch.nn.RMSNorm or norm.eps is None or "forward" in norm.__dict__:
-        return None
-    if norm._forward_hooks or norm._forward_pre_hooks:
+    if type(norm) is not torch.nn.RMSNorm or norm.eps is None or not is_untouched(norm):
         return None
     weight = norm._parameters["weight"]  # five times as fast as norm.weight
     return weight if type(weight) is torch.nn.Parameter else None

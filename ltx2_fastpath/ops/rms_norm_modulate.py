@@ -28,6 +28,7 @@ from .numerics import (
     WARP_ORDERS,
     IndexedRows,
     full,
+    is_untouched,
     lane_sum,
     layout,
     on_device,
@@ -174,9 +175,7 @@ def norm_key(norm):
         type(norm).__name__ == "RMSNorm"
         and getattr(norm, "weight", True) is None
         and getattr(norm, "bias", True) is None
-        and "forward" not in norm.__dict__
-        and not norm._forward_hooks
-        and not norm._forward_pre_hooks
+        and is_untouched(norm)
     )
     return norm.eps if plain else None
 
