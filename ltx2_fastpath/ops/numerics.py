@@ -26,7 +26,7 @@ WARP_ORDERS = (HALVES, PAIRS)
 
 
 def is_untouched(module: torch.nn.Module) -> bool:
-    """Whether to call `module` is to call its class's forward: no hooks, no other forward. Removed hooks leave that one, bound."""
+    """Whether calling `module` calls its class's forward: no hooks, no other forward. (Removed hooks leave that one, bound.)"""
     forward = module.__dict__.get("forward")
     if forward is not None and forward != types.MethodType(type(module).forward, module):
         return False
