@@ -100,54 +100,18 @@ def make_forward(fast):
         elif self.cross_attn_adaln:
             prompt_ada = _prompt_modulation(self, self.prompt_scale_shift_table, temb_prompt, video)
             audio_prompt_ada = _prompt_modulation(self, self.audio_prompt_scale_shift_table, temb_prompt_audio, audio)
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = video_ada[:6]
-        audio_shift_msa, audio_scale_msa, audio_gate_msa, audio_shift_mlp, audio_scale_mlp, audio_gate_mlp = audio_ada[:6]
 
         with streams.beside(self, video.device) if fast.audio_stream else Together() as beside:
-            # 1. Video: self-attention, then text cross-attention.
-            normed = sites["norm1"](self.norm1, video, scale_msa, shift_msa)
-            video_update = self.attn1(
-                hidden_states=normed,
-                encoder_hidden_states=None,
-                query_rotary_emb=video_rotary_emb,
-                attention_mask=self_attention_mask,
-                **perturbation,
-            )
-            modulations: tuple = ()
-            text, video_gate = encoder_hidden_states, None
-            if prompt_ada is not None:
-                shift, scale = prompt_ada
-                text = sites["text"](None, text, scale, shift)
-            if self.video_cross_attn_adaln:
-                shift, scale, video_gate = video_ada[6:9]
-                modulations = ((scale, shift),)
-            video, normed = sites["norm2"](self.norm2, video, video_update, gate_msa, *modulations)
-            video_update = self.attn2(
-                normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=encoder_attention_mask
-            )
-
-            # 2. Audio: the same.
+            # 1. and 2. Self-attention, then text cross-attention, of video and of audio.
+            video, video_update, video_gate = _attend(
+                self, sites, "", video, video_ada, encoder_hidden_states, prompt_ada,
+                video_rotary_emb, self_attention_mask, encoder_attention_mask, perturbation,
+            )  # fmt: skip
             with beside.audio():
-                normed = sites["audio_norm1"](self.audio_norm1, audio, audio_scale_msa, audio_shift_msa)
-                audio_update = self.audio_attn1(
-                    hidden_states=normed,
-                    encoder_hidden_states=None,
-                    query_rotary_emb=audio_rotary_emb,
-                    attention_mask=audio_self_attention_mask,
-                    **perturbation,
-                )
-                modulations = ()
-                audio_text, audio_gate = audio_encoder_hidden_states, None
-                if audio_prompt_ada is not None:
-                    shift, scale = audio_prompt_ada
-                    audio_text = sites["audio_text"](None, audio_text, scale, shift)
-                if self.audio_cross_attn_adaln:
-                    shift, scale, audio_gate = audio_ada[6:9]
-                    modulations = ((scale, shift),)
-                audio, normed = sites["audio_norm2"](self.audio_norm2, audio, audio_update, audio_gate_msa, *modulations)
-                audio_update = self.audio_attn2(
-                    normed, encoder_hidden_states=audio_text, query_rotary_emb=None, attention_mask=audio_encoder_attention_mask
-                )
+                audio, audio_update, audio_gate = _attend(
+                    self, sites, "audio_", audio, audio_ada, audio_encoder_hidden_states, audio_prompt_ada,
+                    audio_rotary_emb, audio_self_attention_mask, audio_encoder_attention_mask, perturbation,
+                )  # fmt: skip
 
             # 3. Audio-to-video and video-to-audio cross-attention, both from the streams as they are before either.
             if cross_modal:
@@ -185,13 +149,9 @@ def make_forward(fast):
                         )
 
             # 4. Feed-forward.
-            video, normed = _step(sites, "norm3", self.norm3, video, video_update, video_gate, scale_mlp, shift_mlp)
-            video = sites["residual"](None, video, self.ff(normed), gate_mlp)
+            video = _feed_forward(self, sites, "", video, video_ada, video_update, video_gate)
             with beside.audio():
-                audio, audio_normed = _step(
-                    sites, "audio_norm3", self.audio_norm3, audio, audio_update, audio_gate, audio_scale_mlp, audio_shift_mlp
-                )
-                audio = sites["audio_residual"](None, audio, self.audio_ff(audio_normed), audio_gate_mlp)
+                audio = _feed_forward(self, sites, "audio_", audio, audio_ada, audio_update, audio_gate)
         return video, audio
 
     return forward
@@ -204,8 +164,31 @@ def _prompt_modulation(block, table, temb_prompt, like):
     return table[None, None].to(device=like.device, dtype=like.dtype).unbind(dim=2)
 
 
-def _step(sites, name, norm, hidden, update, gate, scale, shift):
-    """Residual (if the step before left an update), norm and modulation. -> (hidden, normed)"""
+def _attend(block, sites, stream, hidden, ada, text, prompt_ada, rotary_emb, mask, text_mask, perturbation):
+    """Self- and text cross-attention of one stream, "" for video or "audio_". -> (hidden, and an update and its gate to add)"""
+    shift, scale, gate = ada[:3]
+    normed = sites[f"{stream}norm1"](getattr(block, f"{stream}norm1"), hidden, scale, shift)
+    update = getattr(block, f"{stream}attn1")(
+        hidden_states=normed, encoder_hidden_states=None, query_rotary_emb=rotary_emb, attention_mask=mask, **perturbation
+    )
+    if prompt_ada is not None:
+        shift, scale = prompt_ada
+        text = sites[f"{stream}text"](None, text, scale, shift)
+    modulations, text_gate = (), None
+    if len(ada) > 6:  # since LTX-2.3 the queries of the text cross-attention are modulated too
+        shift, scale, text_gate = ada[6:9]
+        modulations = ((scale, shift),)
+    hidden, normed = sites[f"{stream}norm2"](getattr(block, f"{stream}norm2"), hidden, update, gate, *modulations)
+    update = getattr(block, f"{stream}attn2")(normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=text_mask)
+    return hidden, update, text_gate
+
+
+def _feed_forward(block, sites, stream, hidden, ada, update, update_gate):
+    """The residual that is still to be added (none if `update` is None), the feed-forward and its residual. -> hidden"""
+    shift, scale, gate = ada[3:6]
+    norm = getattr(block, f"{stream}norm3")
     if update is None:
-        return hidden, sites[f"{name}.without_residual"](norm, hidden, scale, shift)
-    return sites[name](norm, hidden, update, gate, (scale, shift))
+        normed = sites[f"{stream}norm3.without_residual"](norm, hidden, scale, shift)
+    else:
+        hidden, normed = sites[f"{stream}norm3"](norm, hidden, update, update_gate, (scale, shift))
+    return sites[f"{stream}residual"](None, hidden, getattr(block, f"{stream}ff")(normed), gate)
