@@ -174,7 +174,8 @@ def _attend(block, sites, stream, hidden, ada, text, prompt_ada, rotary_emb, mas
     if prompt_ada is not None:
         shift, scale = prompt_ada
         text = sites[f"{stream}text"](None, text, scale, shift)
-    modulations, text_gate = (), None
+    modulations: tuple = ()
+    text_gate = None
     if len(ada) > 6:  # since LTX-2.3 the queries of the text cross-attention are modulated too
         shift, scale, text_gate = ada[6:9]
         modulations = ((scale, shift),)
