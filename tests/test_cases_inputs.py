@@ -65,7 +65,7 @@ class TestTimesteps:
         for _ in range(2):
             check_kwargs(both, **kwargs | dict(timestep=timestep, sigma=timestep.flip(0)))
 
-    @pytest.mark.parametrize("distinct", [1, 2, 40, 65, 1024])
+    @pytest.mark.parametrize("distinct", [1, 64, 65])
     def test_many_tokens_with_few_and_many_timesteps(self, both, distinct):
         """From 1,024 on, distinct timesteps are embedded once; what is different at 65 must not show."""
         kwargs = inputs(both, height=512, width=512, num_frames=25)
