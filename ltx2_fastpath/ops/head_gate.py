@@ -74,7 +74,7 @@ def rehearsals(x, logits):
     """Every value that a 16-bit logit can have; for fp32 a sweep of as many."""
     heads = x.shape[2]
     if x.dtype == torch.float32:
-        values = torch.linspace(-30, 30, 65536, device=x.device)
+        values = torch.linspace(-30, 30, 65536, dtype=x.dtype, device=x.device)
     else:
         values = torch.arange(-32768, 32768, device=x.device).to(torch.int16).view(x.dtype)
     values = values[: values.numel() // heads * heads].view(1, -1, heads)
