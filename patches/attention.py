@@ -66,8 +66,10 @@ def make_forward(fast, name):
         if all_perturbed:
             out = modules["to_v"](source)  # spatio-temporal guidance: the values alone
         else:
+            # In the order of the stock processors, which offloading prefetches by.
+            value = modules["to_v"](source) if perturbable else None
             query, key = modules["to_q"](hidden_states), modules["to_k"](source)
-            value = modules["to_v"](source)
+            value = modules["to_v"](source) if value is None else value
             norm_q, norm_k = modules["norm_q"], modules["norm_k"]
             if not (qk_op.is_plain(norm_q, query) and qk_op.is_plain(norm_k, key)):
                 query, key = norm_q(query), norm_k(key)

@@ -2,6 +2,7 @@
 
 Between two submodules the stock block adds an update to the residual stream, normalises it and modulates it, in up to nine
 launches; here that is one op. A residual is therefore not added where the stock code adds it, but at the start of the next step.
+Submodules are called in the stock order: what offloading prefetches, and leaves on the GPU, depends on it.
 """
 
 import functools
@@ -102,15 +103,23 @@ def make_forward(fast):
             audio_prompt_ada = _prompt_modulation(self, self.audio_prompt_scale_shift_table, temb_prompt_audio, audio)
 
         with streams.beside(self, video.device) if fast.audio_stream else Together() as beside:
-            # 1. and 2. Self-attention, then text cross-attention, of video and of audio.
-            video, video_update, video_gate = _attend(
-                self, sites, "", video, video_ada, encoder_hidden_states, prompt_ada,
-                video_rotary_emb, self_attention_mask, encoder_attention_mask, perturbation,
-            )  # fmt: skip
+            # 1. Self-attention of video and of audio.
+            video_update = _attend_to_itself(
+                self, sites, "", video, video_ada, video_rotary_emb, self_attention_mask, perturbation
+            )
             with beside.audio():
-                audio, audio_update, audio_gate = _attend(
-                    self, sites, "audio_", audio, audio_ada, audio_encoder_hidden_states, audio_prompt_ada,
-                    audio_rotary_emb, audio_self_attention_mask, audio_encoder_attention_mask, perturbation,
+                audio_update = _attend_to_itself(
+                    self, sites, "audio_", audio, audio_ada, audio_rotary_emb, audio_self_attention_mask, perturbation
+                )
+
+            # 2. Text cross-attention.
+            video, video_update, video_gate = _attend_to_text(
+                self, sites, "", video, video_update, video_ada, encoder_hidden_states, prompt_ada, encoder_attention_mask
+            )
+            with beside.audio():
+                audio, audio_update, audio_gate = _attend_to_text(
+                    self, sites, "audio_", audio, audio_update, audio_ada,
+                    audio_encoder_hidden_states, audio_prompt_ada, audio_encoder_attention_mask,
                 )  # fmt: skip
 
             # 3. Audio-to-video and video-to-audio cross-attention, both from the streams as they are before either.
@@ -164,24 +173,28 @@ def _prompt_modulation(block, table, temb_prompt, like):
     return table[None, None].to(device=like.device, dtype=like.dtype).unbind(dim=2)
 
 
-def _attend(block, sites, stream, hidden, ada, text, prompt_ada, rotary_emb, mask, text_mask, perturbation):
-    """Self- and text cross-attention of one stream, "" for video or "audio_". -> (hidden, and an update and its gate to add)"""
-    shift, scale, gate = ada[:3]
+def _attend_to_itself(block, sites, stream, hidden, ada, rotary_emb, mask, perturbation):
+    """Self-attention of one stream, "" for video or "audio_". -> the update that is to be added, times ada[2]"""
+    shift, scale, _ = ada[:3]
     normed = sites[f"{stream}norm1"](getattr(block, f"{stream}norm1"), hidden, scale, shift)
-    update = getattr(block, f"{stream}attn1")(
+    return getattr(block, f"{stream}attn1")(
         hidden_states=normed, encoder_hidden_states=None, query_rotary_emb=rotary_emb, attention_mask=mask, **perturbation
     )
+
+
+def _attend_to_text(block, sites, stream, hidden, update, ada, text, prompt_ada, mask):
+    """The residual of self-attention, then text cross-attention. -> (hidden, and an update and its gate to add)"""
     if prompt_ada is not None:
         shift, scale = prompt_ada
         text = sites[f"{stream}text"](None, text, scale, shift)
     modulations: tuple = ()
-    text_gate = None
+    gate = None
     if len(ada) > 6:  # since LTX-2.3 the queries of the text cross-attention are modulated too
-        shift, scale, text_gate = ada[6:9]
+        shift, scale, gate = ada[6:9]
         modulations = ((scale, shift),)
-    hidden, normed = sites[f"{stream}norm2"](getattr(block, f"{stream}norm2"), hidden, update, gate, *modulations)
-    update = getattr(block, f"{stream}attn2")(normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=text_mask)
-    return hidden, update, text_gate
+    hidden, normed = sites[f"{stream}norm2"](getattr(block, f"{stream}norm2"), hidden, update, ada[2], *modulations)
+    update = getattr(block, f"{stream}attn2")(normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=mask)
+    return hidden, update, gate
 
 
 def _feed_forward(block, sites, stream, hidden, ada, update, update_gate):

@@ -224,6 +224,22 @@ def test_every_attention_mask_reaches_its_attention(stand_ins, any_width, transf
     assert stand_ins["qk_norm_split_rope"] == 12
 
 
+@pytest.mark.parametrize("guidance", ["cfg", "stg", "isolated"])
+def test_layers_with_weights_are_called_in_the_stock_order(stand_ins, any_width, version, transformer, guidance):
+    """Offloading that prefetches learns the order of one forward and goes by it in the next, which may be the other kind's."""
+    kwargs = inputs(transformer, guidance=guidance)
+    called: list[str] = []
+    for name, layer in transformer.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(lambda layer, args, name=name: called.append(name))
+    forward(transformer, kwargs)
+    stock, called[:] = list(called), []
+    assert len(stock) > 30 * LAYERS
+    handle = ltx2_fastpath.enable(transformer)
+    forward(transformer, kwargs)
+    assert called == stock and not handle.stock_calls
+
+
 def test_mask_that_changes_in_place_between_calls(stand_ins, any_width, transformer):
     """What was made of a mask is kept for the next layer, and must not be taken for what the mask has become."""
     block, kwargs = block_call(transformer)
