@@ -180,18 +180,15 @@ def _full_rope(normal, width: int):
 
 
 def _compact_rope(normal, width: int):
-    """Tables in which a token's first channels depend on one coordinate of 64 and its last ones on another."""
+    """Tables in which every third channel of a token depends on one coordinate of 64 and the others on another."""
     from .ops.rope_tables import CompactTables, Rope
 
     steps, channels = int(ROWS**0.5), width // 2
-    angle = normal(2 * steps, channels, dtype=torch.float32)
-    cos, sin = angle.cos(), angle.sin()
-    for table in (cos, sin):
-        table[:steps, channels // 2 :] = 0
-        table[steps:, : channels // 2] = 0
+    angle = normal(steps, channels, dtype=torch.float32)
+    columns = normal(steps, channels // 4, 2, dtype=torch.float32)
     token = torch.arange(ROWS, device=angle.device)
-    rows = torch.stack((token // steps, steps + token % steps)).view(2, 1, ROWS).to(torch.int32)
-    return Rope(CompactTables(cos, sin, rows, HEADS))
+    rows = torch.stack((token // steps, token % steps)).view(2, 1, ROWS).to(torch.int32)
+    return Rope(CompactTables(angle.cos(), angle.sin(), rows, HEADS, torch.cat((columns.cos(), columns.sin()), dim=2)))
 
 
 def judge(op, args: tuple) -> list[dict]:

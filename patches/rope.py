@@ -44,8 +44,9 @@ class MovableRope(Rope):
     """A Rope that hooks can send to a block's device (`device_map`), as they send the tuple of tensors that it stands for."""
 
     def to(self, device, non_blocking: bool = False):
-        cos, sin, rows = (table.to(device, non_blocking=non_blocking) for table in self.compact[:3])
-        return self if cos is self.compact.cos else MovableRope(self.compact._replace(cos=cos, sin=sin, rows=rows))
+        parts = self.compact._asdict().items()
+        tables = {name: part.to(device, non_blocking=non_blocking) for name, part in parts if torch.is_tensor(part)}
+        return self if tables["cos"] is self.compact.cos else MovableRope(self.compact._replace(**tables))
 
 
 class TableCache:
@@ -82,8 +83,11 @@ class TableCache:
         compact = compact_tables(coords, embed)
         self.stock += 1
         tokens = coords.shape[0] * coords.shape[2]
-        rows = "do not repeat enough" if compact is None else f"are {len(compact.cos)} table rows, bit-equal to the host's"
-        self.notes = [f"{tokens} tokens {rows}"]
+        told = "do not repeat enough"
+        if compact is not None:
+            columns = 0 if compact.columns is None else len(compact.columns)
+            told = f"are {len(compact.cos) + columns} table rows, bit-equal to the host's"
+        self.notes = [f"{tokens} tokens {told}"]
         # The entry keeps the coordinates alive, so that their address cannot come to mean others; a copy, which nobody changes in
         # place, is what is compared.
         self._entries = [(key, coords, coords.clone(), compact), *self._entries[: _KEPT - 1]]

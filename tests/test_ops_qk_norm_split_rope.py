@@ -198,14 +198,12 @@ def test_compact_tables_give_what_full_ones_give(normal, groups):
 
 
 def make_compact(normal, groups, *, batch, tokens, heads, half):
-    """Tables of three rows a group, whose non-zero channels are disjoint between two groups."""
-    cos, sin = (normal(3 * groups, heads * half) for _ in range(2))
-    if groups == 2:
-        for table in (cos, sin):
-            table[:3, ::3], table[3:, 1::3], table[3:, 2::3] = 0.0, 0.0, 0.0
+    """Tables of three rows and, with two groups, of three rows of columns."""
+    cos, sin = (normal(3, heads * half) for _ in range(2))
+    columns = normal(3, heads * half // 4, 4) if groups == 2 else None
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(3, (batch, tokens), generator=generator) + 3 * group for group in range(groups)]
-    return Rope(CompactTables(cos, sin, torch.stack(rows).to(torch.int32), heads))
+    rows = [torch.randint(3, (batch, tokens), generator=generator) for _ in range(groups)]
+    return Rope(CompactTables(cos, sin, torch.stack(rows).to(torch.int32), heads, columns))
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in")

@@ -27,11 +27,19 @@ def test_video_tables_unite_to_the_hosts(batch, dim, heads):
     coords = embed.prepare_video_coords(batch, 3, 5, 4, torch.device("cpu"), fps=24.0)
     compact = compact_tables(coords, embed)
     assert compact.rows.shape == (2, batch, 60) and compact.rows.dtype == torch.int32 and compact.heads == heads
-    assert compact.cos.shape == compact.sin.shape == (15 + 4, dim // 2)  # (frame, row) pairs, then columns
+    assert compact.cos.shape == compact.sin.shape == (15, dim // 2)  # (frame, row) pairs
+    assert compact.columns.shape == (4, dim // 8, 4)
     assert_equal_bits(compact.full(), embed(coords))
-    # Each group has its own channels: united by "or", they must not overlap.
-    for table in (compact.cos, compact.sin):
-        assert not ((table[:15].view(torch.int32) != 0).any(0) & (table[15:].view(torch.int32) != 0).any(0)).any()
+    # No channel depends on the column but those that are taken from its row.
+    assert_equal_bits(
+        compact._replace(cos=torch.zeros_like(compact.cos), sin=torch.zeros_like(compact.sin)).full(),
+        [torch.where(last_axis(dim // 2).view(1, heads, 1, -1), table, 0.0) for table in embed(coords)],
+    )
+
+
+def last_axis(channels):
+    """Which channels the host gives to the last of three axes, or pads before the first with what depends on none."""
+    return (torch.arange(channels) - channels % 3) % 3 == 2
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -41,7 +49,7 @@ def test_audio_tables_are_the_hosts_rows(batch):
     )
     coords = embed.prepare_audio_coords(batch, 9, torch.device("cpu"))
     compact = compact_tables(coords, embed)
-    assert compact.rows.shape == (1, batch, 9) and compact.cos.shape == (9, 16)
+    assert compact.rows.shape == (1, batch, 9) and compact.cos.shape == (9, 16) and compact.columns is None
     assert_equal_bits(compact.full(), embed(coords))
 
 
@@ -97,6 +105,12 @@ def test_none_where_the_bits_would_differ():
 
     assert compact_tables(coords, mixed) is None
     assert compact_tables(coords, relative) is None
+
+
+def test_none_for_channels_that_are_not_quads():
+    embed = LTX2AudioVideoRotaryPosEmbed(36, modality="video", rope_type="split", num_attention_heads=3)
+    coords = embed.prepare_video_coords(1, 3, 5, 4, torch.device("cpu"))
+    assert embed(coords)[0].shape == (1, 3, 60, 6) and compact_tables(coords, embed) is None
 
 
 def test_none_for_other_axes():

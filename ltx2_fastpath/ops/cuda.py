@@ -20,6 +20,7 @@ INSTALLED = importlib.util.find_spec("cuda") is not None and importlib.util.find
 #: The implementations that an op with both forms tries, in order.
 IMPLEMENTATIONS = ("cuda", "triton") if INSTALLED and not INTERPRETED else ("triton",)
 _MOST_ARGUMENTS = 64
+_MOST_BATCH_ROWS = 65_535
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has not used the device yet
 
 
@@ -37,21 +38,23 @@ _arguments = _Arguments()
 
 
 def launch(
-    device: torch.device, kernel: str, parameters: tuple, blocks: int, threads: int, ints: list, doubles: tuple = ()
+    device: torch.device, kernel: str, parameters: tuple, blocks: tuple[int, int], threads: int, ints: list, doubles: tuple = ()
 ) -> None:
     """Launch the template `kernel` of the file of that name on the current stream of `device`, which must be current.
 
-    `parameters` are the template's: a torch dtype, ints and bools. The kernel's arguments are `ints` (addresses, or long long),
-    then `doubles`.
+    `blocks` are the grid's, along x and y. `parameters` are the template's: a torch dtype, ints and bools. The kernel's arguments
+    are `ints` (addresses, or long long), then `doubles`.
     """
+    if blocks[1] > _MOST_BATCH_ROWS:
+        raise ValueError(f"{kernel}: a batch of {blocks[1]} rows; a grid has room for {_MOST_BATCH_ROWS}")
     run, function = _prepared(device, kernel, parameters)
     arguments = _arguments
     struct.pack_into(f"{len(ints)}q{len(doubles)}d", arguments.values, 0, *ints, *doubles)
     stream = _stream(torch._C._cuda_getCurrentRawStream(device.index))
-    (status,) = run(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments.address, 0)
+    (status,) = run(function, *blocks, 1, threads, 1, 1, 0, stream, arguments.address, 0)
     if int(status) == _INVALID_CONTEXT:
         torch.cuda.synchronize(device)  # makes the device's context this thread's
-        (status,) = run(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments.address, 0)
+        (status,) = run(function, *blocks, 1, threads, 1, 1, 0, stream, arguments.address, 0)
     if int(status):
         raise RuntimeError(f"launching {kernel}{parameters}: {status.name}")
 

@@ -61,11 +61,6 @@ template <int DTYPE> __device__ typename Dtype<DTYPE>::Raw load(const void *row,
     return __ldg((const typename Dtype<DTYPE>::Raw *)row + index);
 }
 
-// The same for what is read once: it does not push tables and modulations, which every row reads, out of the caches.
-template <int DTYPE> __device__ typename Dtype<DTYPE>::Raw load_once(const void *row, long long index) {
-    return __ldcs((const typename Dtype<DTYPE>::Raw *)row + index);
-}
-
 template <int DTYPE> __device__ void store(void *row, long long index, Quad q) {
     ((typename Dtype<DTYPE>::Raw *)row)[index] = Dtype<DTYPE>::pack(q);
 }

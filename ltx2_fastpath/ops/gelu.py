@@ -73,7 +73,7 @@ def _launch(x, approximate):
     with on_device(x):
         blocks = min(-(-count // 256), 8 * cuda.multiprocessors(x.device))
         ints = [*cuda.addresses(x, out, _table(x.device, approximate)), count, _LOW]
-        cuda.launch(x.device, "gelu", (_SIZE,), blocks, 256, ints)
+        cuda.launch(x.device, "gelu", (_SIZE,), (blocks, 1), 256, ints)
     return out
 
 

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(256)
 head_gate(const void *x, const void *logits, void *out, long long tokens, long long x_batch, long long x_token, long long x_head,
           long long logits_batch, long long logits_token) {
     constexpr int QUADS = HEADS * HEAD_DIM / 4, STEPS = (QUADS + 255) / 256;
-    const long long row = blockIdx.x, b = row / tokens, t = row % tokens;
+    const long long b = blockIdx.y, t = blockIdx.x, row = b * tokens + t;
     x = at<DTYPE>(x, b * x_batch + t * x_token);
     logits = at<DTYPE>(logits, b * logits_batch + t * logits_token);
     out = at<DTYPE>(out, row * HEADS * HEAD_DIM);

@@ -90,7 +90,7 @@ def launch(implementation, x, logits):
         if implementation == "cuda":
             parameters = (x.dtype, heads, head_dim)
             ints = [*cuda.addresses(x, logits, out), *sizes]
-            cuda.launch(x.device, "head_gate", parameters, batch * tokens, 256, ints)
+            cuda.launch(x.device, "head_gate", parameters, (tokens, batch), 256, ints)
         else:
             block_d = triton.next_power_of_2(head_dim)
             block_h = min(triton.next_power_of_2(heads), max(1, 2048 // block_d))

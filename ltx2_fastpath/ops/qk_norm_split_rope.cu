@@ -1,66 +1,101 @@
-// QK-norm + split RoPE. qk_norm_split_rope.py holds the contract. One block of 128 threads per row; thread t owns elements 4t..4t+3 of
+// QK-norm + split RoPE. qk_norm_split_rope.py holds the contract. One block of 128 threads per token; thread t owns elements 4t..4t+3 of
 // each chunk of 512, so that a head's second half lies head_dim / 8 lanes from its first.
 
-// How a row's cos and sin are found: not at all, in full tables, or in rows of compact tables: one row, or two whose non-zero channels
-// are disjoint, so that their bits are simply united.
-enum { NO_ROPE, FULL, ONE_ROW, TWO_ROWS };
+// How a token's cos and sin are found: not at all, in full tables, or in compact tables: one row, or a row and a row of columns, which
+// holds the channels of the last axis alone (rope_tables.py).
+enum { NO_ROPE, FULL, ONE_ROW, ROW_AND_COLUMNS };
 
-__device__ float4 united(float4 a, float4 b) {
-    const uint4 x = *(const uint4 *)&a, y = *(const uint4 *)&b;
-    const uint4 z = make_uint4(x.x | y.x, x.y | y.y, x.z | y.z, x.w | y.w);
-    return *(const float4 *)&z;
+// From global to shared memory, without a register in between and without waiting.
+__device__ void fetch(float *shared, const float *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global));
+}
+__device__ void wait_for_fetches() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// What the lane `distance` away has.
+__device__ uint2 of_lane(uint2 x, int distance) {
+    return make_uint2(__shfl_xor_sync(0xffffffffu, x.x, distance), __shfl_xor_sync(0xffffffffu, x.y, distance));
+}
+__device__ float4 of_lane(float4 x, int distance) {
+    return make_float4(__shfl_xor_sync(0xffffffffu, x.x, distance), __shfl_xor_sync(0xffffffffu, x.y, distance),
+                       __shfl_xor_sync(0xffffffffu, x.z, distance), __shfl_xor_sync(0xffffffffu, x.w, distance));
 }
 
-// Rows of q and of k in one grid. PAIRED: q and k have as many rows and the same tables, a block takes a row of each and reads its
-// tables once. Otherwise a block takes one row, those of q first.
-// Blocks per multiprocessor, measured at 14,080 rows of 4,096 in bf16: 5 gives 163 µs with full tables (3: 181), 8 gives 140 with compact
-// ones (5: 147).
+// Of every three channels one is a column, and a quad of channels holds one or two: those at `place` and, where that is 0, at 3.
+// `columns` has their cos in x and y, their sin in z and w.
+__device__ void put_columns(float4 &cos, float4 &sin, float4 columns, int place) {
+    cos.x = place == 0 ? columns.x : cos.x;
+    sin.x = place == 0 ? columns.z : sin.x;
+    cos.y = place == 1 ? columns.x : cos.y;
+    sin.y = place == 1 ? columns.z : sin.y;
+    cos.z = place == 2 ? columns.x : cos.z;
+    sin.z = place == 2 ? columns.z : sin.z;
+    cos.w = place == 0 ? columns.y : cos.w;
+    sin.w = place == 0 ? columns.w : sin.w;
+}
+
+constexpr int blocks_a_multiprocessor(int dtype, int d, int rope, bool paired) {
+    return dtype == FP32 ? 1 : d > 2048 ? 7 : 12;
+}
+
+// The tokens of q and of k in one grid, a row of blocks for each batch row. PAIRED: q and k have as many tokens and the same tables, and a
+// block takes a token of each. Otherwise a block takes one token, those of q first.
 template <int DTYPE, int D, int HEAD_DIM, bool NORM, int ROPE, bool PAIRED>
-__global__ void __launch_bounds__(128, DTYPE == FP32 ? 1 : ROPE == TWO_ROWS ? 8 : 5)
+__global__ void __launch_bounds__(128, blocks_a_multiprocessor(DTYPE, D, ROPE, PAIRED))
 qk_norm_split_rope(const void *q, const void *k, const void *weight_q, const void *weight_k, void *out_q, void *out_k,
-                   const float *cos_q, const float *sin_q, const float *cos_k, const float *sin_k, const int *table_rows_q,
-                   const int *table_rows_k, long long batch, long long tokens_q, long long tokens_k, long long q_batch,
-                   long long q_token, long long k_batch, long long k_token, long long rope_q_batch, long long rope_q_head,
-                   long long rope_q_token, long long rope_k_batch, long long rope_k_head, long long rope_k_token, double eps_q,
-                   double eps_k) {
+                   const float *cos_q, const float *sin_q, const float *columns_q, const int *rows_q, const float *cos_k,
+                   const float *sin_k, const float *columns_k, const int *rows_k, long long tokens_q, long long tokens_k,
+                   long long q_batch, long long q_token, long long k_batch, long long k_token, long long rope_q_batch,
+                   long long rope_q_head, long long rope_q_token, long long rope_k_batch, long long rope_k_head,
+                   long long rope_k_token, double eps_q, double eps_k) {
     typedef Dtype<DTYPE> T;
-    constexpr int CHUNKS = D / 512, HALF = HEAD_DIM / 2, SIDES = PAIRED ? 2 : 1;
+    typedef typename T::Raw Raw;
+    constexpr int CHUNKS = D / 512, HALF = HEAD_DIM / 2, CHANNELS = D / 2, SIDES = PAIRED ? 2 : 1, TABLES = ROPE == ROW_AND_COLUMNS ? 3 : 2;
     const int t = threadIdx.x;
-    long long row = blockIdx.x;
-    bool is_k = false;
-    if (!PAIRED && row >= batch * tokens_q) {
-        row -= batch * tokens_q;
-        is_k = true;
-    }
-    const long long tokens = is_k ? tokens_k : tokens_q;
-    const long long b = row / tokens, s = row % tokens;
-    const unsigned zero = (unsigned)(batch >> 63);
+    const long long batch = gridDim.y, b = blockIdx.y;
+    const bool is_k = !PAIRED && blockIdx.x >= tokens_q;
+    const long long s = is_k ? blockIdx.x - tokens_q : blockIdx.x;
+    const long long tokens = is_k ? tokens_k : tokens_q, row = b * tokens + s;
+    const unsigned zero = (unsigned)(tokens >> 63);
     const void *x[2] = {is_k ? at<DTYPE>(k, b * k_batch + s * k_token) : at<DTYPE>(q, b * q_batch + s * q_token),
                         at<DTYPE>(k, b * k_batch + s * k_token)};
     const void *weight[2] = {is_k ? weight_k : weight_q, weight_k};
     void *out[2] = {at<DTYPE>(is_k ? out_k : out_q, row * D), at<DTYPE>(out_k, row * D)};
     const float eps[2] = {(float)(is_k ? eps_k : eps_q), (float)eps_k};
 
-    typename T::Raw raw[SIDES][CHUNKS];
+    Raw raw[SIDES][CHUNKS];
 #pragma unroll
     for (int side = 0; side < SIDES; ++side)
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) raw[side][c] = load_once<DTYPE>(x[side], c * 128 + t);
+        for (int c = 0; c < CHUNKS; ++c) raw[side][c] = load<DTYPE>(x[side], c * 128 + t);
 
-    const float *p_cos = is_k ? cos_k : cos_q, *p_sin = is_k ? sin_k : sin_q;
-    long long first = 0, second = 0, head = HALF;
-    if (ROPE == FULL) {
-        first = is_k ? b * rope_k_batch + s * rope_k_token : b * rope_q_batch + s * rope_q_token;
-        head = is_k ? rope_k_head : rope_q_head;
-    } else if (ROPE) {
-        const int *table_rows = is_k ? table_rows_k : table_rows_q;
-        first = table_rows[row] * (D / 2LL);
-        if (ROPE == TWO_ROWS) second = table_rows[batch * tokens + row] * (D / 2LL);
+    // The tables come while the rows are summed: 130 µs at 14,080 tokens, against 137 where each chunk waits for its own.
+    __shared__ __align__(16) float tables[ROPE == NO_ROPE ? 1 : TABLES][CHANNELS];
+    if (ROPE) {
+        const float *cos = is_k ? cos_k : cos_q, *sin = is_k ? sin_k : sin_q, *columns = is_k ? columns_k : columns_q;
+        long long head = HALF;
+        if (ROPE == FULL) {
+            const long long first = is_k ? b * rope_k_batch + s * rope_k_token : b * rope_q_batch + s * rope_q_token;
+            head = is_k ? rope_k_head : rope_q_head;
+            cos += first;
+            sin += first;
+        } else {
+            const int *rows = is_k ? rows_k : rows_q;
+            cos += (long long)rows[row] * CHANNELS;
+            sin += (long long)rows[row] * CHANNELS;
+            if (ROPE == ROW_AND_COLUMNS) columns += (long long)rows[batch * tokens + row] * CHANNELS;
+        }
+#pragma unroll
+        for (int o = 4 * t; o < CHANNELS; o += 512) {
+            const long long from = o / HALF * head + o % HALF;
+            fetch(tables[0] + o, cos + from);
+            fetch(tables[1] + o, sin + from);
+            if (ROPE == ROW_AND_COLUMNS) fetch(tables[TABLES - 1] + o, columns + o);
+        }
     }
 
     float rstd[SIDES];
+    __shared__ float warps[SIDES][4];
     if (NORM) {
-        __shared__ float warps[SIDES][4];
 #pragma unroll
         for (int side = 0; side < SIDES; ++side) {
             float sum = 0.0f;
@@ -74,7 +109,10 @@ qk_norm_split_rope(const void *q, const void *k, const void *weight_q, const voi
             for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
             if (t % 32 == 0) warps[side][t / 32] = sum;
         }
-        __syncthreads();
+    }
+    if (ROPE) wait_for_fetches();
+    if (NORM || ROPE) __syncthreads();
+    if (NORM) {
 #pragma unroll
         for (int side = 0; side < SIDES; ++side) {
             const float *w = warps[side];
@@ -82,41 +120,52 @@ qk_norm_split_rope(const void *q, const void *k, const void *weight_q, const voi
         }
     }
 
+    // A lane and the one with the other half of its heads share the work of two chunks: one rotates the first, the other the second.
+    const bool is_first = 4 * t % HEAD_DIM < HALF;
+    const int mine = is_first ? t : t + 128, others = is_first ? mine + HEAD_DIM / 8 : mine - HEAD_DIM / 8;
+    const int channel = 4 * t / HEAD_DIM * HALF + 4 * t % HALF + (is_first ? 0 : 256);
+    const int place = (2 + CHANNELS % 3 + 2 * channel) % 3;  // of the first column in a quad of channels; + 1 for each 512 more
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        const int e = c * 512 + 4 * t;
+    for (int c = 0; c < CHUNKS; c += 2) {
         float4 cos, sin;
         if (ROPE) {
-            const long long o = (e / HEAD_DIM) * head + e % HALF;
-            cos = __ldg((const float4 *)(p_cos + first + o));
-            sin = __ldg((const float4 *)(p_sin + first + o));
-            if (ROPE == TWO_ROWS) {
-                cos = united(cos, __ldg((const float4 *)(p_cos + second + o)));
-                sin = united(sin, __ldg((const float4 *)(p_sin + second + o)));
+            const int o = channel + c * 256;
+            cos = *(const float4 *)(tables[0] + o);
+            sin = *(const float4 *)(tables[1] + o);
+            if (ROPE == ROW_AND_COLUMNS) {
+                const int turn = c / 2 % 3;
+                put_columns(cos, sin, *(const float4 *)(tables[TABLES - 1] + o), place + turn < 3 ? place + turn : place + turn - 3);
             }
+            if (!is_first) sin = make_float4(-sin.x, -sin.y, -sin.z, -sin.w);
         }
 #pragma unroll
         for (int side = 0; side < SIDES; ++side) {
-            if (NORM) stay_packed(raw[side][c], zero);
-            Quad n = T::unpack(raw[side][c]);
-            if (NORM) {
-                const Quad w = T::unpack(load<DTYPE>(weight[side], c * 128 + t));
 #pragma unroll
-                for (int i = 0; i < 4; ++i) n.v[i] = w.v[i] * (rstd[side] * n.v[i]);
-                n = rounded<DTYPE>(n);
+            for (int i = 0; i < 2; ++i) {
+                if (!NORM) continue;
+                stay_packed(raw[side][c + i], zero);
+                Quad n = T::unpack(raw[side][c + i]);
+                const Quad w = T::unpack(load<DTYPE>(weight[side], (c + i) * 128 + t));
+#pragma unroll
+                for (int j = 0; j < 4; ++j) n.v[j] = w.v[j] * (rstd[side] * n.v[j]);
+                raw[side][c + i] = T::pack(n);
             }
             if (ROPE) {
-                const bool is_first = e % HEAD_DIM < HALF;
+                const Quad a = T::unpack(is_first ? raw[side][c] : raw[side][c + 1]);
+                const Quad b = T::unpack(of_lane(is_first ? raw[side][c + 1] : raw[side][c], HEAD_DIM / 8));
                 const float *cs = (const float *)&cos, *sn = (const float *)&sin;
-                Quad turned;
+                Quad turned_a, turned_b;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float other = __shfl_xor_sync(0xffffffffu, n.v[i], HEAD_DIM / 8);
-                    turned.v[i] = __fmaf_rn(is_first ? -sn[i] : sn[i], other, n.v[i] * cs[i]);
+                for (int j = 0; j < 4; ++j) {
+                    turned_a.v[j] = __fmaf_rn(-sn[j], b.v[j], a.v[j] * cs[j]);
+                    turned_b.v[j] = __fmaf_rn(sn[j], a.v[j], b.v[j] * cs[j]);
                 }
-                n = turned;
+                store<DTYPE>(out[side], c * 128 + mine, turned_a);
+                store<DTYPE>(out[side], c * 128 + others, turned_b);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) ((Raw *)out[side])[(c + i) * 128 + t] = raw[side][c + i];
             }
-            store<DTYPE>(out[side], c * 128 + t, n);
         }
     }
 }

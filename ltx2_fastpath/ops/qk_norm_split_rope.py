@@ -5,9 +5,9 @@ Formula      rstd = rsqrt(sum(x²) / D + eps) in fp32; n = round(weight · (rstd
              out[j + r] = round(fma( sin[j], n[j], n[j + r] · cos[j])),  all in fp32 up to the one final rounding.
 Order        aten's vectorised layer-norm kernel in its RMS form: 128 threads a row; thread t adds elements 4t…4t+3 of each chunk
              of 512 to one accumulator, with FMA, in order; shuffles by 16, 8, 4, 2, 1; then (w0 + w2) + (w1 + w3).
-Shapes       q [B, S_q, D], k [B, S_k, D], last dimension contiguous, D a multiple of 512, head_dim 64 or 128; weights [D]; cos
-             and sin [B, H, S, r] in fp32 with a contiguous last dimension and equal strides, or in compact form
-             (rope_tables.Rope). Without tables (text cross-attention) only the norm is computed; without norms only the
+Shapes       q [B, S_q, D], k [B, S_k, D], last dimension contiguous, D a multiple of 512 (1,024 in CUDA C++), head_dim 64 or
+             128; weights [D]; cos and sin [B, H, S, r] in fp32 with a contiguous last dimension and equal strides, or in compact
+             form (rope_tables.Rope). Without tables (text cross-attention) only the norm is computed; without norms only the
              rotation.
 Dtypes       bf16, fp16, fp32; weights of the same dtype.
 Verified on  NVIDIA H200.
@@ -25,8 +25,9 @@ from .numerics import DEVICE_TYPES, DTYPES, HALVES, is_untouched, lane_sum, layo
 from .rope_tables import Rope
 
 CHUNK = 512
+CUDA_CHUNK = 1024  # lanes of two halves of a head share two chunks
 HEAD_DIMS = (64, 128)
-NO_ROPE, FULL, ONE_ROW, TWO_ROWS = range(4)  # how the CUDA kernel finds a token's cos and sin
+NO_ROPE, FULL, ONE_ROW, ROW_AND_COLUMNS = range(4)  # how the CUDA kernel finds a token's cos and sin
 CANDIDATES = cuda.IMPLEMENTATIONS
 
 
@@ -146,6 +147,15 @@ def _rows_a_token(rope) -> int:
     return len(rope.compact.rows) if isinstance(rope, Rope) else 0
 
 
+def _tables(rope, compact: bool) -> tuple:
+    """cos, sin, columns and rows as the kernel takes them; None for what there is not."""
+    if rope is None:
+        return None, None, None, None
+    if compact:
+        return rope.compact.cos, rope.compact.sin, rope.compact.columns, rope.compact.rows
+    return *rope, None, None
+
+
 def is_plain(norm, x) -> bool:
     """Whether `norm` can be read instead of called, for rows like `x`'s."""
     weight = _readable_weight(norm)
@@ -246,39 +256,38 @@ def launch(implementation, norm_q, norm_k, q, k, rope_q, rope_k):
     """Launch without checks; `refusal` must have returned None for this layout."""
     weight_q, eps_q = (None, 0.0) if norm_q is None else (norm_q.weight, norm_q.eps)
     weight_k, eps_k = (None, 0.0) if norm_k is None else (norm_k.weight, norm_k.eps)
-    if implementation == "cuda" and _rows_a_token(rope_q) == _rows_a_token(rope_k) > 0:
-        tables = (*rope_q.compact[:3], *rope_k.compact[:3])
-    else:
-        tables = (*(rope_q or (None, None)), None, *(rope_k or (None, None)), None)
+    compact = implementation == "cuda" and _rows_a_token(rope_q) == _rows_a_token(rope_k) > 0
+    tables = (*_tables(rope_q, compact), *_tables(rope_k, compact))
     head_dim = HEAD_DIMS[-1] if rope_q is None else q.shape[2] // _heads(rope_q)
     return _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, rope_q is rope_k, eps_q, eps_k)
 
 
 def _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, same_tables, eps_q, eps_k):
-    cos_q, sin_q, table_rows_q, cos_k, sin_k, table_rows_k = tables
+    cos_q, sin_q, _, rows_q, cos_k, sin_k, _, _ = tables
     (batch, tokens_q, width), tokens_k = q.shape, k.shape[1]
     out_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     out_k = torch.empty_like(k, memory_format=torch.contiguous_format)
     norm = weight_q is not None
     strides = (0, 0, 0, 0, 0, 0)
-    if cos_q is not None and table_rows_q is None:
+    if cos_q is not None and rows_q is None:
         strides = (*cos_q.stride()[:3], *cos_k.stride()[:3])
-    tensors = (q, k, weight_q, weight_k, out_q, out_k, cos_q, sin_q, cos_k, sin_k)
-    sizes = (batch, tokens_q, tokens_k, *q.stride()[:2], *k.stride()[:2], *strides)
-    blocks = batch * (tokens_q + tokens_k)
+    tensors = (q, k, weight_q, weight_k, out_q, out_k)
+    sizes = (tokens_q, tokens_k, *q.stride()[:2], *k.stride()[:2], *strides)
     with on_device(q):
         if implementation == "cuda":
-            kind = NO_ROPE if cos_q is None else FULL if table_rows_q is None else (ONE_ROW, TWO_ROWS)[len(table_rows_q) - 1]
+            if width % CUDA_CHUNK:
+                raise ValueError(f"q: width {width} is not a multiple of {CUDA_CHUNK}, which the CUDA kernel needs")
+            kind = NO_ROPE if cos_q is None else FULL if rows_q is None else (ONE_ROW, ROW_AND_COLUMNS)[len(rows_q) - 1]
             paired = same_tables and kind != NO_ROPE and tokens_q == tokens_k
             parameters = (q.dtype, width, head_dim, norm, kind, paired)
-            ints = [*cuda.addresses(*tensors, table_rows_q, table_rows_k), *sizes]
-            blocks = blocks // 2 if paired else blocks
+            blocks = (tokens_q if paired else tokens_q + tokens_k, batch)
+            ints = [*cuda.addresses(*tensors, *tables), *sizes]
             cuda.launch(q.device, "qk_norm_split_rope", parameters, blocks, 128, ints, (eps_q, eps_k))
         else:
             # More warps make the split trees shuffle through shared memory: 25,000 µs at 8 against 115 at 4.
-            _qk_norm_split_rope_kernel[(blocks,)](
-                *tensors, *sizes, eps_q, eps_k, width, head_dim, norm, cos_q is not None, HALVES,
-                num_warps=4, enable_fp_fusion=False,
+            _qk_norm_split_rope_kernel[(batch * (tokens_q + tokens_k),)](
+                *tensors, cos_q, sin_q, cos_k, sin_k, batch, *sizes, eps_q, eps_k,
+                width, head_dim, norm, cos_q is not None, HALVES, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
     return out_q, out_k
 
@@ -298,7 +307,7 @@ def _op(
     eps_q: float,
     eps_k: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tables = (cos_q, sin_q, None, cos_k, sin_k, None)
+    tables = (cos_q, sin_q, None, None, cos_k, sin_k, None, None)
     return _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, False, eps_q, eps_k)
 
 

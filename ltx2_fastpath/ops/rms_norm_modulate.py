@@ -97,24 +97,23 @@ def _rms_norm_modulate_kernel(
         a_0, a_1, a_2, a_3 = quads(b_sum, 1, LANES)
         rstd = tl.rsqrt(lane_sum(((a_0 + a_1) + a_2) + a_3, 1, LEVELS, ORDER) * (1.0 / D) + eps)
 
-    if not NORM and OUTPUTS == 0:
-        return
-    o_0 = _row(p_mod_0_index, row, b, t, mod_0_batch, mod_0_token) + o_d
-    o_1 = _row(p_mod_1_index, row, b, t, mod_1_batch, mod_1_token) + o_d
-    if UPDATE:
-        p_x = p_hidden
-        tl.debug_barrier()
-    for c in tl.range(0, D, 4 * LANES, loop_unroll_factor=8):
-        b_n = tl.load(p_x + c)
-        if NORM:
-            b_n = (b_n.to(tl.float32) * rstd).to(DTYPE)
-        o_out = row * D + c + o_d
-        if OUTPUTS == 0:
-            tl.store(p_out_0 + o_out, b_n)
-        if OUTPUTS >= 1:
-            _modulated(b_n, p_scale_0 + o_0 + c, p_shift_0 + o_0 + c, p_out_0 + o_out, DTYPE)
-        if OUTPUTS >= 2:
-            _modulated(b_n, p_scale_1 + o_1 + c, p_shift_1 + o_1 + c, p_out_1 + o_out, DTYPE)
+    if NORM or OUTPUTS > 0:
+        o_0 = _row(p_mod_0_index, row, b, t, mod_0_batch, mod_0_token) + o_d
+        o_1 = _row(p_mod_1_index, row, b, t, mod_1_batch, mod_1_token) + o_d
+        if UPDATE:
+            p_x = p_hidden
+            tl.debug_barrier()
+        for c in tl.range(0, D, 4 * LANES, loop_unroll_factor=8):
+            b_n = tl.load(p_x + c)
+            if NORM:
+                b_n = (b_n.to(tl.float32) * rstd).to(DTYPE)
+            o_out = row * D + c + o_d
+            if OUTPUTS == 0:
+                tl.store(p_out_0 + o_out, b_n)
+            if OUTPUTS >= 1:
+                _modulated(b_n, p_scale_0 + o_0 + c, p_shift_0 + o_0 + c, p_out_0 + o_out, DTYPE)
+            if OUTPUTS >= 2:
+                _modulated(b_n, p_scale_1 + o_1 + c, p_shift_1 + o_1 + c, p_out_1 + o_out, DTYPE)
 
 
 def launch_rows(candidate, x, update, gate, hidden, modulations, outs, eps):
@@ -138,7 +137,7 @@ def launch_rows(candidate, x, update, gate, hidden, modulations, outs, eps):
         if implementation == "cuda":
             ints = [*cuda.addresses(*tensors), tokens, *steps]
             parameters = (x.dtype, width, *switches)
-            cuda.launch(x.device, "rms_norm_modulate", parameters, rows, lanes, ints, (eps or 0.0,))
+            cuda.launch(x.device, "rms_norm_modulate", parameters, (tokens, batch), lanes, ints, (eps or 0.0,))
         else:
             _rms_norm_modulate_kernel[(rows,)](
                 *tensors, tokens, *steps, eps or 0.0, width, *switches, lanes.bit_length() - 1,

@@ -1,9 +1,9 @@
 """Compact RoPE tables: the cos and sin of every token as rows of a small table that fits in L2, instead of [B, H, S, r] in fp32.
 
 Each channel of a rotary embedding depends on one coordinate axis only, so tokens that share a coordinate share those channels.
-For video the axes (frame, row) together and (column) alone repeat; a token's cos is the union of one table row of each group, in
-which the other group's channels are zero bits. The rows are computed by the host's own embedding, on one token per distinct
-coordinate, and compared bit for bit with its full tables before they are used.
+For video the pairs (frame, row) and the columns repeat: a token takes a row of the one table and, in every third channel, a row
+of the other. The rows are computed by the host's own embedding, on one token per distinct coordinate, and compared bit for bit
+with its full tables before they are used.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,28 @@ _FEW_ROWS = 1024  # a table of up to so many rows is small whether or not coordi
 
 
 class CompactTables(NamedTuple):
-    """cos, sin: fp32 [R, H·r]. rows: int32 [1 or 2, B, S], the table rows whose union is a token's. heads: H."""
+    """The tables of one batch of tokens with H heads of 2r elements.
+
+    cos, sin: fp32 [R, H·r]. rows: int32 [1, B, S], each token's row; or [2, B, S] with its row of `columns` as well. heads: H.
+    columns: fp32 [C, H·r / 4, 4], the channels of the last of three axes. Of four channels those are one or two, see `_places`:
+    the cos of the first and of the second, then their sin.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
     rows: torch.Tensor
     heads: int
+    columns: torch.Tensor | None = None
 
     def full(self) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin as the host lays them out: fp32 [B, H, S, r], views of [B, S, H, r]."""
         _, batch, tokens = self.rows.shape
-        return tuple(
-            _union(table, self.rows).view(batch, tokens, self.heads, -1).transpose(1, 2) for table in (self.cos, self.sin)
-        )
+        cos, sin = self.cos[self.rows[0]], self.sin[self.rows[0]]
+        if self.columns is not None:
+            columns = self.columns[self.rows[1]].unflatten(3, (2, 2))
+            for table, column in zip((cos, sin), columns.unbind(3)):
+                _put_columns(table, column)
+        return cos.view(batch, tokens, self.heads, -1).transpose(1, 2), sin.view(batch, tokens, self.heads, -1).transpose(1, 2)
 
 
 class Rope:
@@ -52,12 +61,28 @@ class Rope:
         return tuple(self)[index]
 
 
-def _union(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    bits = table.view(torch.int32)
-    united = bits[rows[0].flatten()]
-    for more in rows[1:]:
-        united = united | bits[more.flatten()]
-    return united.view(torch.float32)
+def _places(channels: int, device: torch.device) -> torch.Tensor:
+    """For every four channels, which of them is the first of the last axis; where that is the first of all, the fourth is too.
+
+    The host interleaves the three axes after a padding of `channels` modulo 3.
+    """
+    return (2 + channels % 3 - torch.arange(0, channels, 4, device=device)) % 3
+
+
+def _pick_columns(table: torch.Tensor) -> torch.Tensor:
+    """The channels of the last axis, [R, channels] -> [R, channels / 4, 2]. The second one means nothing where there is none."""
+    quads = table.unflatten(1, (-1, 4))
+    place = _places(table.shape[1], table.device)
+    return torch.stack((quads[:, torch.arange(len(place), device=place.device), place], quads[:, :, 3]), dim=2)
+
+
+def _put_columns(table: torch.Tensor, columns: torch.Tensor) -> None:
+    """Write `columns` [B, S, channels / 4, 2] back into `table` [B, S, channels]."""
+    quads = table.unflatten(2, (-1, 4))
+    place = _places(table.shape[2], table.device)
+    quads[:, :, torch.arange(len(place), device=place.device), place] = columns[..., 0]
+    has_two = place == 0
+    quads[:, :, has_two, 3] = columns[:, :, has_two, 1]
 
 
 def compact_tables(
@@ -74,28 +99,28 @@ def compact_tables(
     if groups is None or coords.numel() == 0:
         return None
     by_token = coords.movedim(2, 1).reshape(batch * tokens, axes, -1)
-    distinct, rows, count = [], [], 0
+    distinct, rows = [], []
     for group in groups:
         values, inverse = torch.unique(by_token[:, group], dim=0, return_inverse=True)
         representative = torch.zeros((len(values), *by_token.shape[1:]), dtype=coords.dtype, device=coords.device)
         representative[:, group] = values
         distinct.append(representative)
-        rows.append(inverse.view(batch, tokens) + count)
-        count += len(values)
-    if count > max(batch * tokens // 2, _FEW_ROWS):
+        rows.append(inverse.view(batch, tokens))
+    counts = [len(values) for values in distinct]
+    if sum(counts) > max(batch * tokens // 2, _FEW_ROWS):
         return None
 
-    cos, sin = embed(torch.cat(distinct).movedim(0, 1).reshape(1, axes, count, *coords.shape[3:]))
+    cos, sin = embed(torch.cat(distinct).movedim(0, 1).reshape(1, axes, sum(counts), *coords.shape[3:]))
     _, heads, _, half = cos.shape
-    channels = heads * half
-    # The host interleaves the axes after a padding of ones and zeros, which we count to the first group.
-    axis = (torch.arange(channels, device=coords.device) - channels % axes) % axes
-    axis[: channels % axes] = 0
-    foreign = torch.cat(
-        [~torch.isin(axis, torch.tensor(g, device=axis.device)).expand(len(d), -1) for g, d in zip(groups, distinct)]
+    if heads * half % 4:
+        return None
+    (cos, *cos_columns), (sin, *sin_columns) = (
+        table.transpose(1, 2).reshape(sum(counts), heads * half).split(counts) for table in (cos, sin)
     )
-    cos, sin = (table.transpose(1, 2).reshape(count, channels).masked_fill(foreign, 0.0) for table in (cos, sin))
-    compact = CompactTables(cos, sin, torch.stack(rows).to(torch.int32), heads)
+    columns = None
+    if cos_columns:
+        columns = torch.cat((_pick_columns(cos_columns[0]), _pick_columns(sin_columns[0])), dim=2)
+    compact = CompactTables(cos.clone(), sin.clone(), torch.stack(rows).to(torch.int32), heads, columns)
     for mine, host in zip(compact.full(), embed(coords)):
         if not torch.equal(mine.view(torch.int32), host.view(torch.int32)):
             return None
