@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     pipeline = section("pipeline", "one whole pipeline call, to the latents, with its guidance: eager, fast", model, clips, tiers)
     pipeline.add_argument(
         "--steps",
-        type=_at_least(2),  # the scheduler makes no number of a single one
+        type=_at_least(2),  # with a single one the scheduler divides zero by zero
         action="append",
         metavar="N",
         help=f"denoising steps; can be given more than once (default: {STEPS[0]})",
