@@ -19,7 +19,14 @@ NONE = "No results are committed yet: run `make bench` on a GPU."
 SCHEMA = 1
 #: Kernel rows are summed up over the shapes with at least so many rows; the JSON has every shape.
 LARGE = 6144
-ARMS = {"eager": "stock", "compiled": "compiled", "fast": "fast path", "fast + compile": "fast path, compiled", "floor": "floor"}
+ARMS = {
+    "eager": "stock",
+    "compiled": "compiled",
+    "fast": "fast path",
+    "high": "fast path, high",
+    "fast + compile": "fast path, compiled",
+    "floor": "floor",
+}
 
 
 def documents(folder: Path = RESULTS) -> dict[str, dict]:
@@ -51,8 +58,10 @@ def _run(name: str, document: dict) -> str:
     versions = [f"{tool} {at[tool]}" for tool in ("torch", "triton", "diffusers", "cuda.core") if at.get(tool)]
     place = f"**{at['gpu']}**{power}, {', '.join(versions)}, {document['date'][:10]}, commit {at.get('commit') or 'unknown'}"
     parts = [f"{place} ([{name}](examples/results/{name})):"]
-    forwards = [section for section in document["sections"] if section["section"] != "kernels"]
+    forwards = [section for section in document["sections"] if section["section"] not in ("kernels", "pipeline")]
     parts += [_forwards(forwards)] if forwards else []
+    pipelines = [section for section in document["sections"] if section["section"] == "pipeline"]
+    parts += [_pipelines(pipelines)] if pipelines else []
     parts += [_kernels(section) for section in document["sections"] if section["section"] == "kernels"]
     return "\n\n".join(parts)
 
@@ -67,28 +76,62 @@ def _forwards(sections: list[dict]) -> str:
     rows = [
         ["LTX", "clip (tokens)", "rows", "arm", "bits", "GPU ms", "over stock", "of floor", "host ms", "kernels", "peak GiB"]
     ]  # fmt: skip
+    high = any("high" in section["arms"] for section in sections)
+    rows[0] += ["over fast path"] * high
     for section in sections:
         passes = " + ".join(f"{count} {guidance}" for guidance, count in section["passes"].items())
-        kind = ", image to video" if section["image_to_video"] else ""
-        layers = "" if section["layers"] == 48 else f", {section['layers']} layers"
-        first = [f"{section['version']}{layers}", f"{section['clip']}{kind} ({section['video_tokens']:,})", passes]
+        first = [*_model_and_clip(section), passes]
         for name, arm in section["arms"].items():
-            rows.append([*first, ARMS.get(name, name), *_arm(name, arm)])
+            over_fast = [f"{arm['over_fast']:.2f}×" if "over_fast" in arm else ""] * high
+            rows.append([*first, ARMS.get(name, name), _bits(name, arm), *_forward(arm), *over_fast])
             first = ["", "", ""]
     return markdown(rows, left=5)
 
 
-def _arm(name: str, arm: dict) -> list[str]:
+def _pipelines(sections: list[dict]) -> str:
+    rows = [["LTX", "clip (tokens)", "steps", "arm", "bits", "seconds", "over stock", "STG prefixes reused", "peak GiB"]]
+    for section in sections:
+        first = [*_model_and_clip(section), str(section["steps"])]
+        for name, arm in section["arms"].items():
+            rows.append([*first, ARMS.get(name, name), _bits(name, arm), *_pipeline(arm, section["steps"])])
+            first = ["", "", ""]
+    head = "Whole pipeline calls, to the latents: the default guidance, three forwards a step. One call of each arm, in turn:"
+    return f"{head}\n\n{markdown(rows, left=5)}"
+
+
+def _model_and_clip(section: dict) -> list[str]:
+    kind = ", image to video" if section["image_to_video"] else ""
+    layers = "" if section["layers"] == 48 else f", {section['layers']} layers"
+    return [f"{section['version']}{layers}", f"{section['clip']}{kind} ({section['video_tokens']:,})"]
+
+
+def _bits(name: str, arm: dict) -> str:
     if name == "eager":
-        bits = "reference"
-    elif "equal" not in arm:
-        bits = "-"
-    else:
-        bits = "equal" if all(arm["equal"].values()) else "differ"
-    if "gpu_ms" not in arm:
-        return [bits, "not timed", *[""] * 5]
+        return "reference"
+    if "equal" not in arm:
+        return "-"
+    if all(arm["equal"].values()):
+        return "equal"
+    psnr = arm.get("psnr_db", {}).items()
+    decibels = ", ".join(f"{modality} {'equal' if value is None else f'{value:.1f} dB'}" for modality, value in psnr)
+    return f"differ: PSNR {decibels}" if decibels else "differ"
+
+
+def _pipeline(arm: dict, steps: int) -> list[str]:
+    if "seconds" not in arm:
+        return ["not timed", *[""] * 3]
     return [
-        bits,
+        f"{arm['seconds']:.1f}",
+        f"{arm['speed_up']:.2f}×",
+        f"{arm['prefixes_reused']} of {steps}" if "prefixes_reused" in arm else "-",
+        f"{arm['peak_bytes'] / 2**30:.1f}",
+    ]
+
+
+def _forward(arm: dict) -> list[str]:
+    if "gpu_ms" not in arm:
+        return ["not timed", *[""] * 5]
+    return [
         f"{arm['gpu_ms']:.1f}",
         f"{arm['speed_up']:.2f}×",
         f"{arm['times_floor']:.2f}×" if "times_floor" in arm else "-",

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltx2_fastpath
 from ltx2_fastpath.bench import __main__ as cli
-from ltx2_fastpath.bench import document, floor, forward, kernels, launches, models, plot, table, timing
+from ltx2_fastpath.bench import document, floor, forward, kernels, launches, models, pipeline, plot, table, timing
 from ltx2_fastpath.bench.models import Clip
 from ltx2_fastpath.bench.progress import Progress
 from ltx2_fastpath.bench.timing import Sample
@@ -69,6 +69,22 @@ class Launched(TorchDispatchMode):
             tensors = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
             self.calls.append((name, [(x.shape, x.stride(), x.dtype) for x in tensors]))
         return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def high(monkeypatch):
+    """Stands for quality "high": lossless, but the video is too large by a thousandth. Holds the transformers that have it."""
+    enable, made = ltx2_fastpath.enable, []
+
+    def stand_in(transformer, *, quality="lossless", **options):
+        assert quality == "high" or transformer not in made, "enabled in another quality"
+        if quality == "high" and transformer not in made:
+            made.append(transformer)
+            transformer.register_forward_hook(lambda module, args, output: (1.001 * output[0], output[1]))
+        return enable(transformer, **options)
+
+    monkeypatch.setattr(ltx2_fastpath, "enable", stand_in)
+    return made
 
 
 def tiny_inputs(transformer, **options):
@@ -361,23 +377,24 @@ def test_kernels_section_is_saved_row_by_row(monkeypatch):
 # Forwards
 
 
-def measured(instances, arms=("eager", "fast", "floor"), passes=None, **options):
-    meter, section = FakeMeter(), {"section": "forward", "version": "2.3", "notes": []}
+def measured(instances, arms=("eager", "fast", "floor"), passes=None, meter=None, **options):
+    meter, section = meter or FakeMeter(), {"section": "forward", "version": "2.3", "notes": []}
     forward.measure(
         section, instances, TINY_CLIP, passes or {"cfg": 1}, arms, meter, repeats=3, progress=lambda text: None, **options
     )  # fmt: skip
     return section, meter
 
 
-def test_twins_share_weights_and_nothing_else():
+def test_twins_share_weights_and_nothing_else(high):
     transformer = models.tiny_transformer("2.3")
-    instances = forward.instances_of(transformer)
-    assert instances.stock is transformer
+    assert forward.instances_of(transformer).high is None and not high
+    instances = forward.instances_of(transformer, high=True)
+    assert instances.stock is transformer and high == [instances.high]
     for twin in instances[1:]:
         assert all(a is b for a, b in zip(transformer.parameters(), twin.parameters()))
         assert not set(map(id, transformer.modules())) & set(map(id, twin.modules()))
     active = [str(ltx2_fastpath.report(instance)).split("\n")[0] for instance in instances]
-    assert [": active" in status for status in active] == [False, False, True, True]
+    assert [": active" in status for status in active] == [False, False, True, True, True]
 
 
 def test_forward_section(stand_ins, any_width):
@@ -393,6 +410,35 @@ def test_forward_section(stand_ins, any_width):
     assert any(site["fast"] for site in section["fast_path"]["sites"])
     text = table.section_text(json.loads(json.dumps(section)))
     assert "bit-equal" in text and "image to video" in text
+
+
+def test_high_arm_takes_turns_and_is_not_judged(stand_ins, any_width, high):
+    class Meter(FakeMeter):
+        """A call takes 10 ms more than the one before it in the first round, and is profiled without an audio stream."""
+
+        def time(self, call):
+            self.timed.append(call)
+            return Sample(10.0 * (1 + self.timed.index(call)), 1.0)
+
+        def kernels(self, call):
+            assert [handle.audio_stream for handle in instances.handles()] == [False, False]
+            return PROFILE
+
+    instances = forward.instances_of(models.tiny_transformer("2.3"), high=True)
+    section, meter = measured(instances, ("eager", "fast", "high", "floor"), meter=Meter())
+    arms = section["arms"]
+    assert section["equal"] and list(arms) == ["eager", "fast", "high", "floor"]
+    assert [arm["gpu_ms"] for arm in arms.values()] == [10, 20, 30, 40]
+    assert arms["high"]["over_fast"] == 20 / 30 and arms["high"]["speed_up"] == 10 / 30
+    assert not any("over_fast" in arm for name, arm in arms.items() if name != "high")
+    assert arms["high"]["equal"] == {"cfg video": False, "cfg audio": True}
+    assert 0 < arms["high"]["max_abs_difference"]["cfg video"] < 0.01
+    rounds = [meter.timed[i : i + 4] for i in (0, 4, 8)]
+    assert len(meter.timed) == 12 and all(set(calls) == set(rounds[0]) for calls in rounds)
+    assert [handle.audio_stream for handle in instances.handles()] == [True, True]
+
+    head, *rows = table.section_text(section).splitlines()[1:]
+    assert head.endswith("over fast") and [row.split()[-1] for row in rows] == ["-", "-", "0.67x", "-"]
 
 
 def test_no_timing_of_an_unequal_forward(stand_ins, any_width):
@@ -481,6 +527,124 @@ def test_choose_layers():
         forward.choose_layers("2.3", None, clips, 1, 4 * gib)
 
 
+# Pipeline calls
+
+
+class Clock(FakeMeter):
+    """The first call takes 60 s, the second 30 s, the third 20 s."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def seconds(self, call):
+        call()
+        self.calls += 1
+        return 60 / self.calls
+
+
+def record_forwards(transformer) -> list[dict]:
+    """The keyword arguments of every forward of `transformer` from now on."""
+    forwards = []
+    transformer.register_forward_pre_hook(lambda module, args, kwargs: forwards.append(kwargs), with_kwargs=True)
+    return forwards
+
+
+def measured_pipeline(arms, steps=2):
+    meter, section = Clock(), {"section": "pipeline", "version": "2.3", "notes": []}
+    pipeline.measure(section, arms, TINY_CLIP, steps, meter, lambda text: None)
+    return section, meter
+
+
+def test_pipelines_share_weights_and_nothing_else(high):
+    transformer = models.tiny_transformer("2.3")
+    assert list(pipeline.arms_of(transformer)) == ["eager", "fast"] and not high
+    arms = pipeline.arms_of(transformer, high=True)
+    assert list(arms) == ["eager", "fast", "high"]
+    twins = [arm.pipe.transformer for arm in arms.values()]
+    assert twins[0] is transformer and high == [twins[2]] and len(set(map(id, twins))) == 3
+    for twin in twins:
+        assert all(a is b for a, b in zip(transformer.parameters(), twin.parameters()))
+    assert [": active" in str(ltx2_fastpath.report(twin)) for twin in twins] == [False, True, True]
+    assert len({id(arm.pipe.scheduler) for arm in arms.values()}) == 3
+
+
+def test_pipelines_need_an_active_fast_path(monkeypatch):
+    monkeypatch.setattr("ltx2_fastpath.api._why_unsupported", lambda: "the moon is full")
+    with pytest.raises(forward.Unusable, match="the moon is full"):
+        pipeline.arms_of(models.tiny_transformer("2.3"))
+
+
+def test_pipeline_section(stand_ins, any_width, high):
+    transformer = models.tiny_transformer("2.3")
+    arms = pipeline.arms_of(transformer, high=True)
+    forwards = record_forwards(transformer)
+    section, meter = measured_pipeline(arms)
+
+    # One call of each arm: three forwards a step, with the pipeline's guidance and the text of a real request.
+    assert meter.calls == 3 and len(forwards) == 2 * 3
+    assert [len(kwargs["hidden_states"]) for kwargs in forwards] == 2 * [2, 1, 1]
+    assert [kwargs["spatio_temporal_guidance_blocks"] for kwargs in forwards] == 2 * [None, [1], None]
+    assert [kwargs["isolate_modalities"] for kwargs in forwards] == 2 * [False, False, True]
+    assert forwards[0]["encoder_hidden_states"].shape == (2, 1024, 16) and stand_ins.total() > 0
+
+    assert section["equal"] and section["steps"] == 2 and section["clip"] == "64x96x9" and section["layers"] == 2
+    assert (section["video_tokens"], section["audio_tokens"], section["text_tokens"]) == (12, 9, 1024)
+    eager, fast, approximate = section["arms"].values()
+    assert eager == {"peak_bytes": 2**31, "seconds": 60.0, "speed_up": 1.0}
+    assert fast.pop("prefixes_reused") == 0  # CPUs sum in another order for the two rows of the CFG pass
+    assert fast == {
+        "peak_bytes": 2**31, "seconds": 30.0, "speed_up": 2.0, "equal": {"video": True, "audio": True},
+        "max_abs_difference": {"video": 0.0, "audio": 0.0},
+    }  # fmt: skip
+    assert approximate["speed_up"] == 3.0 and approximate["equal"] == {"video": False, "audio": False}
+    assert all(30 < decibels < 120 for decibels in approximate["psnr_db"].values())
+    assert any(site["fast"] for site in section["fast_path"]["sites"]) and not section["notes"]
+
+    text = table.section_text(json.loads(json.dumps(section)))
+    assert "2 steps" in text and "bit-equal" in text and f"{approximate['psnr_db']['video']:.1f}" in text
+
+
+def test_more_steps_are_timed_without_another_warm_up(stand_ins, any_width):
+    transformer = models.tiny_transformer("2.3")
+    arms = pipeline.arms_of(transformer)
+    forwards, told = record_forwards(transformer), []
+    pipeline.warm_up(arms, TINY_CLIP, told.append)
+    assert len(forwards) == 3 * 3 and len(told) == 2
+    assert not measured_pipeline(arms, 3)[0]["notes"] and not measured_pipeline(arms, 2)[0]["notes"]
+    assert len(forwards) == 3 * (3 + 3 + 2)
+
+
+def test_reused_prefixes_are_those_of_the_timed_call(stand_ins, any_width, monkeypatch):
+    request = models.latents_request
+    one_row = dict(guidance_scale=1.0, audio_guidance_scale=1.0)  # for CPUs sum in another order for two
+    monkeypatch.setattr(models, "latents_request", lambda *args, **options: request(*args, **options) | one_row)
+    arms = pipeline.arms_of(models.tiny_transformer("2.3", num_layers=3))
+    pipeline.warm_up(arms, TINY_CLIP, lambda text: None)
+    assert arms["fast"].reused == 1
+    section, _ = measured_pipeline(arms, 4)
+    assert section["equal"] and section["arms"]["fast"]["prefixes_reused"] == 4
+    assert "4 of 4" in table.section_text(section)
+
+
+def test_no_timing_of_an_unequal_pipeline(stand_ins, any_width, high):
+    arms = pipeline.arms_of(models.tiny_transformer("2.3"), high=True)
+    arms["fast"] = pipeline.arms_of(models.tiny_transformer("2.3", seed=1))["fast"]
+    section, meter = measured_pipeline(arms)
+    assert section["equal"] is False and meter.calls == 2 and section["arms"].keys() == {"eager", "fast"}
+    assert not any("seconds" in arm or "speed_up" in arm for arm in section["arms"].values())
+    assert section["arms"]["fast"]["max_abs_difference"]["video"] > 0
+    text = table.section_text(section)
+    assert text.endswith("NOT EQUAL, so not timed: fast differs from eager in video, audio") and "60.0" not in text
+
+
+def test_psnr():
+    reference = torch.tensor([-1.0, 0.0, 1.0, 3.0])  # a range of 4
+    assert pipeline.psnr(reference + 0.04, reference) == pytest.approx(40)
+    assert pipeline.psnr(reference + torch.tensor([0.0, 0.0, 0.0, 0.8]), reference) == pytest.approx(20)
+    assert pipeline.psnr(reference.clone(), reference) is None
+
+
 # Document, table and picture
 
 
@@ -511,6 +675,35 @@ def canned(*, red=False) -> dict:
         rows.append({"operation": "QK-norm", "shape": "1 x 126/1024 x 2048", "equal": False, "note": "gave other bits"})
     kernel = {"section": "kernels", "dtype": "bfloat16", "copy_gb_s": 4270.0, "equal": not red, "rows": rows}
     return document.new("forward", {"repeats": 3}) | {"sections": [forwards, kernel]}
+
+
+def canned_pipeline() -> dict:
+    """A section of pipeline calls."""
+    return {
+        "section": "pipeline", "version": "2.3", "notes": [], "clip": "512x768x121", "video_tokens": 6144, "audio_tokens": 126,
+        "text_tokens": 1024, "steps": 30, "passes": {"cfg": 2, "stg": 1, "isolated": 1}, "image_to_video": False, "layers": 48,
+        "dtype": "bfloat16", "equal": True,
+        "arms": {
+            "eager": {"peak_bytes": 41 * 2**30, "seconds": 60.0, "speed_up": 1.0},
+            "fast": {"peak_bytes": 40 * 2**30, "seconds": 33.0, "speed_up": 60 / 33, "prefixes_reused": 30,
+                     "equal": {"video": True, "audio": True}, "max_abs_difference": {"video": 0.0, "audio": 0.0}},
+            "high": {"peak_bytes": 40 * 2**30, "seconds": 30.0, "speed_up": 2.0, "prefixes_reused": 29,
+                     "equal": {"video": False, "audio": True}, "max_abs_difference": {"video": 0.125, "audio": 0.0},
+                     "psnr_db": {"video": 61.23, "audio": None}},
+        },
+    }  # fmt: skip
+
+
+def test_pipeline_table():
+    first, *rows = table.section_text(canned_pipeline()).splitlines()
+    assert first.startswith("pipeline 512x768x121: LTX-2.3, 48 layers, bfloat16, text to video, 6144 video and 126 audio tokens")
+    assert first.endswith("rows: cfg of 2, stg of 1, isolated of 1, 1024 text tokens, 30 steps")
+    assert [" ".join(row.split()) for row in rows] == [
+        "arm seconds speed-up s a step STG prefixes reused peak GiB max difference PSNR video/audio",
+        "eager 60.00 1.00x 2.000 - 41.0 - -",
+        "fast 33.00 1.82x 1.100 30 of 30 40.0 bit-equal -",
+        "high 30.00 2.00x 1.000 29 of 30 40.0 0.12 61.2/equal dB",
+    ]
 
 
 def test_table():
@@ -558,8 +751,15 @@ def test_plot(tmp_path):
     assert [patch.get_height() for patch in forwards.patches if patch.get_height()] == [1205.4, 935.0, 903.6, 868.2]
     assert [patch.get_width() for patch in operations.patches] == [pytest.approx(77)]
     assert len(plot.draw(canned(red=True)).axes) == 1  # an unequal forward has no bars
+    forwards, pipelines = plot.draw({**canned(), "sections": [canned()["sections"][0], canned_pipeline()]}).axes
+    assert [patch.get_height() for patch in pipelines.patches if patch.get_height()] == [60.0, 33.0, 30.0]
+    assert forwards.get_ylabel() == "GPU time (ms)" and pipelines.get_ylabel() == "seconds"
+    assert [label.get_text() for label in pipelines.get_xticklabels()] == ["pipeline 512x768x121\n6144 video tokens, 30 steps"]
+    unequal = canned() | {"sections": [canned_pipeline() | {"equal": False}]}
     with pytest.raises(ValueError, match="nothing was timed"):
         plot.draw(canned() | {"sections": []})
+    with pytest.raises(ValueError, match="nothing was timed"):
+        plot.draw(unequal)
 
 
 def test_progress():
@@ -586,11 +786,12 @@ def test_clips():
             Clip.parse(text)
 
 
-def test_versions_of_the_command_line():
+def test_versions_and_arms_of_the_command_line():
     assert set(cli.VERSIONS) == set(models.CONFIGS)
+    assert cli.ARMS == forward.FORWARD_ARMS
 
 
-@pytest.mark.parametrize("argv", [[], ["kernels"], ["forward", "--shape", "64x64x9"], ["step"], ["small"]])
+@pytest.mark.parametrize("argv", [[], ["kernels"], ["forward", "--shape", "64x64x9"], ["step"], ["small"], ["pipeline"]])
 def test_needs_a_gpu(argv, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(argv) == 2
@@ -605,6 +806,11 @@ def test_needs_a_gpu(argv, capsys, monkeypatch):
         (["forward", "--shape", "512x768x120"], "frames 8n + 1"),
         (["forward", "--repeats", "0"], "must be at least 1"),
         (["kernels", "--layers", "4"], "unrecognized arguments"),
+        (["forward", "--arms", "floor,fused"], "unknown 'fused', choose from eager,fast,compiled,fast + compile,floor"),
+        (["step", "--high"], "unrecognized arguments"),
+        (["pipeline", "--steps", "1"], "must be at least 2, got 1"),
+        (["pipeline", "--repeats", "3"], "unrecognized arguments"),
+        (["pipeline", "--image-to-video"], "unrecognized arguments"),
     ],
 )
 def test_wrong_arguments(argv, message, capsys, monkeypatch):
@@ -664,13 +870,29 @@ def test_run_that_is_cut_short_keeps_what_was_finished(run, end, expected):
     assert status == expected and not saved["complete"] and len(saved["sections"]) == 1
 
 
-def test_sections(monkeypatch):
+@pytest.mark.parametrize(
+    "asked, arms",
+    [
+        ("floor", ("eager", "fast", "floor")),
+        ("floor, fast + compile,eager", ("eager", "fast", "fast + compile", "floor")),
+        ("eager,fast", ("eager", "fast")),
+    ],
+)
+def test_arms_keep_their_order_and_the_first_two(asked, arms):
+    assert cli.parser().parse_args(["forward", "--arms", asked]).arms == arms
+
+
+def test_sections(monkeypatch, high):
     tiny = models.tiny_transformer("2.3")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (139 * 2**30, 141 * 2**30))
     monkeypatch.setattr(models, "build_transformer", lambda version, **options: tiny)
     calls = []
     monkeypatch.setattr(
         forward, "measure", lambda section, instances, *args, **options: calls.append((section["section"], *args[:3], options))
+    )
+    monkeypatch.setattr(pipeline, "warm_up", lambda arms, clip, progress: calls.append(("warm-up", list(arms), clip)))
+    monkeypatch.setattr(
+        pipeline, "measure", lambda section, arms, clip, steps, *rest: calls.append((section["section"], list(arms), clip, steps))
     )
 
     def sections_of(*argv):
@@ -689,3 +911,37 @@ def test_sections(monkeypatch):
     assert options["repeats"] == 2 and options["image_to_video"]
     ((_, clip, passes, arms, options),) = sections_of("small", "--repeats", "7")
     assert clip == (512, 768, 9) and arms == forward.SMALL_ARMS and options["repeats"] == 7
+    assert not high
+
+    ((_, _, _, arms, _),) = sections_of("forward", "--arms", "floor", "--high")
+    assert arms == ("eager", "fast", "high", "floor") and len(high) == 1
+    ((_, _, _, arms, _),) = sections_of("forward", "--arms", "compiled,floor", "--quick")
+    assert arms == ("eager", "fast", "floor")
+
+    both, three = ["eager", "fast"], ["eager", "fast", "high"]
+    medium, large = (512, 768, 121), (704, 1280, 121)
+    assert sections_of("pipeline") == [("warm-up", both, medium), ("pipeline", both, medium, 30)]
+    assert sections_of("pipeline", "--quick")[1:] == [("pipeline", both, medium, 4)]
+    asked = "--high", "--shape", "512x768x121", "--shape", "704x1280x121", "--steps", "8", "--steps", "30"
+    assert sections_of("pipeline", *asked) == [
+        (name, three, clip, *steps)
+        for clip in (medium, large)
+        for name, *steps in (("warm-up",), ("pipeline", 8), ("pipeline", 30))
+    ]
+
+
+def test_pipeline_from_the_command_line(stand_ins, any_width, high, monkeypatch, tmp_path, capsys):
+    gpu = types.SimpleNamespace(is_available=lambda: True, mem_get_info=lambda: (139 * 2**30, 141 * 2**30))
+    pretended = types.SimpleNamespace(cuda=gpu, bfloat16=torch.bfloat16, OutOfMemoryError=torch.OutOfMemoryError)
+    monkeypatch.setattr(cli, "torch", pretended)  # the fast path must go on seeing that there is no GPU
+    monkeypatch.setattr(timing, "CudaMeter", Clock)
+    monkeypatch.setattr(models, "build_transformer", lambda version, **options: models.tiny_transformer(version))
+    path = tmp_path / "pipeline.json"
+    argv = ["pipeline", "--high", "--shape", "64x96x9", "--steps", "2", "--steps", "3", "--json", str(path)]
+    assert cli.main(argv) == 0
+    saved = json.loads(path.read_text())
+    assert saved["complete"] and saved["options"]["steps"] == [2, 3] and saved["options"]["high"] is True
+    assert [section["steps"] for section in saved["sections"]] == [2, 3]
+    assert all(list(section["arms"]) == ["eager", "fast", "high"] for section in saved["sections"])
+    output = capsys.readouterr().out
+    assert all(table.section_text(section) in output for section in saved["sections"])

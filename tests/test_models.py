@@ -139,6 +139,35 @@ def test_inputs_are_what_the_pipeline_passes(version, image_to_video):
             assert torch.equal(built[name], passed[name])
 
 
+@pytest.mark.parametrize("image_to_video", [False, True])
+def test_pipeline_that_ends_at_the_latents_passes_the_same(version, image_to_video):
+    transformer = models.tiny_transformer(version)
+    before = torch.get_rng_state()
+    pipe = models.latents_pipeline(transformer, LTX2ImageToVideoPipeline if image_to_video else None)
+    assert torch.equal(before, torch.get_rng_state())
+    assert type(pipe) is (LTX2ImageToVideoPipeline if image_to_video else LTX2Pipeline)
+    forwards = record_forwards(transformer)
+    image = dict(image=Image.new("RGB", (96, 64), "teal"), image_crf=0) if image_to_video else {}
+
+    def request(seed):
+        size = {name: value for name, value in SMALL.items() if name != "text_tokens"}
+        return pipe(
+            **models.latents_request(transformer, text_tokens=16, seed=seed), **size, **image, num_inference_steps=2
+        )  # fmt: skip
+
+    first, again, other = map(request, (0, 0, 1))
+    assert len(forwards) == 3 * 3 * 2
+    for passed, guidance, batch_size in zip(forwards[:6], 2 * ("cfg", "stg", "isolated"), 2 * (2, 1, 1)):
+        built = models.inputs(transformer, **SMALL, batch_size=batch_size, image_to_video=image_to_video, guidance=guidance)
+        assert layout(built) == layout(passed)
+        assert torch.equal(built["encoder_attention_mask"], passed["encoder_attention_mask"])
+    assert not torch.equal(*forwards[0]["encoder_hidden_states"])
+    assert first.frames.shape == (1, 4, 2, 2, 3) and first.audio.shape[0] == 1
+    for name in ("frames", "audio"):
+        assert first[name].isfinite().all() and first[name].std() > 0.1
+        assert torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name])
+
+
 def test_inputs_follow_the_seed(transformer):
     first, again, other = (
         models.inputs(transformer, **SMALL, dtype=torch.bfloat16, seed=seed)["hidden_states"] for seed in (1, 1, 2)

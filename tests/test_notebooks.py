@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from test_readme import document, forward_section, kernels_section, results_table
+from test_readme import document, forward_section, kernels_section, pipeline_section, results_table
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "examples" / "notebooks"
 #: What must be printed when a notebook runs without a GPU.
@@ -67,7 +67,7 @@ def test_notebook_runs(name, monkeypatch):
 def test_benchmark_notebook_draws_results_and_says_where_there_are_none(monkeypatch, tmp_path):
     assert "No results are committed yet" in said(run("benchmark", monkeypatch, RESULTS=str(tmp_path)))
     unequal = forward_section(equal=False)
-    (tmp_path / "a.json").write_text(json.dumps(document(forward_section(), unequal, kernels_section())))
+    (tmp_path / "a.json").write_text(json.dumps(document(forward_section(), unequal, kernels_section(), pipeline_section())))
     (tmp_path / "b.json").write_text(json.dumps(document(forward_section(), complete=False)))
     notebook = run("benchmark", monkeypatch, RESULTS=str(tmp_path))
     assert "a.json: Example GPU" in said(notebook) and "b.json" not in said(notebook)

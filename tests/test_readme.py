@@ -67,6 +67,48 @@ def forward_section(**more) -> dict:
     return section | more
 
 
+def pipeline_section(**more) -> dict:
+    section = {
+        "section": "pipeline",
+        "version": "2.3",
+        "clip": "512x768x121",
+        "video_tokens": 6144,
+        "audio_tokens": 126,
+        "text_tokens": 1024,
+        "steps": 30,
+        "passes": {"cfg": 2, "stg": 1, "isolated": 1},
+        "image_to_video": False,
+        "layers": 48,
+        "dtype": "bfloat16",
+        "notes": [],
+        "equal": True,
+        "arms": {
+            "eager": {"peak_bytes": 41 * 2**30, "seconds": 60.0, "speed_up": 1.0},
+            "fast": {
+                "peak_bytes": 40 * 2**30,
+                "seconds": 33.0,
+                "speed_up": 60 / 33,
+                "prefixes_reused": 30,
+                "equal": {"video": True, "audio": True},
+            },
+            "high": {
+                "peak_bytes": 40 * 2**30,
+                "seconds": 30.0,
+                "speed_up": 2.0,
+                "prefixes_reused": 29,
+                "equal": {"video": False, "audio": True},
+                "psnr_db": {"video": 61.23, "audio": None},
+            },
+        },
+    }
+    return section | more
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of the tables in Markdown."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
+
+
 def kernel_row(operation: str, shape: str, speed_up: float = 5.0, copy_share: float = 0.9) -> dict:
     return {"operation": operation, "shape": shape, "equal": True, "speed_up": speed_up, "copy_share": copy_share}
 
@@ -109,7 +151,7 @@ def test_forward_table():
     table = results_table.tables({"h.json": document(forward_section())})
     assert "**Example GPU**, 700 W, torch 2.99.0, triton 3.99.0, diffusers 0.42.1, 2030-01-02, commit 0123456789ab" in table
     assert "[h.json](examples/results/h.json)" in table
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
+    rows = cells(table)
     assert rows[2] == [
         "2.3", "512x768x121 (6,144)", "1 cfg", "stock", "reference", "100.0", "1.00×", "2.00×", "50", "10,000", "40.0"
     ]  # fmt: skip
@@ -127,6 +169,34 @@ def test_forward_table_says_what_is_special_and_shows_no_time_without_equal_bits
     table = results_table.tables({"h.json": document(unequal)})
     assert "2.3, 12 layers | 512x768x121, image to video (6,144) | 2 cfg + 1 stg | stock | reference | not timed" in table
     assert "| fast path | differ | not timed |" in table
+
+
+def test_forward_table_shows_high_over_the_lossless_fast_path():
+    section = forward_section()
+    section["arms"]["high"] = arm(50.0, equal={"cfg video": False}, over_fast=1.25)
+    rows = cells(results_table.tables({"h.json": document(section, forward_section())}))
+    assert rows[0][-1] == "over fast path" and len({len(row) for row in rows}) == 1
+    (high,) = (row for row in rows if row[3] == "fast path, high")
+    assert high[4:7] == ["differ", "50.0", "2.00×"] and high[-1] == "1.25×"
+    assert all(row[-1] == "" for row in rows[2:] if row is not high)
+
+
+def test_pipeline_table():
+    unequal = pipeline_section(
+        steps=8, layers=12, equal=False,
+        arms={"eager": {"peak_bytes": 1}, "fast": {"peak_bytes": 1, "equal": {"video": False}, "prefixes_reused": 7}},
+    )  # fmt: skip
+    table = results_table.tables({"p.json": document(pipeline_section(), unequal)})
+    assert "Whole pipeline calls" in table and "Fused operations" not in table
+    head, _, *rows = cells(table)
+    assert head == ["LTX", "clip (tokens)", "steps", "arm", "bits", "seconds", "over stock", "STG prefixes reused", "peak GiB"]
+    assert rows == [
+        ["2.3", "512x768x121 (6,144)", "30", "stock", "reference", "60.0", "1.00×", "-", "41.0"],
+        ["", "", "", "fast path", "equal", "33.0", "1.82×", "30 of 30", "40.0"],
+        ["", "", "", "fast path, high", "differ: PSNR video 61.2 dB, audio equal", "30.0", "2.00×", "29 of 30", "40.0"],
+        ["2.3, 12 layers", "512x768x121 (6,144)", "8", "stock", "reference", "not timed", "", "", ""],
+        ["", "", "", "fast path", "differ", "not timed", "", "", ""],
+    ]
 
 
 def test_kernel_table_sums_up_the_large_shapes():

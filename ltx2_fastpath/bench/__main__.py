@@ -11,12 +11,16 @@ import torch
 
 VERSIONS = ("2.0", "2.3", "2.5")
 SHAPE = "512x768x121"
-# Repeats of each section, without and with --quick.
+# Arms of `forward`; the first two always run.
+ARMS = ("eager", "fast", "compiled", "fast + compile", "floor")
+# Repeats of each section, without and with --quick; and steps of a pipeline call.
 REPEATS = {"kernels": (30, 5), "forward": (10, 3), "step": (5, 2), "small": (20, 5)}
+STEPS = (30, 4)
 EQUAL, DIFFERENT, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 EPILOG = """\
 Nothing is timed before its bits equal those of stock diffusers on the same inputs. Compare numbers of one run only: a GPU at
-its power limit changes its clock. On an H200 `kernels` takes a minute and `forward` two minutes a shape, one with --quick.
+its power limit changes its clock. On an H200 `kernels` takes a minute and `forward` two minutes a shape, one with --quick; a
+`pipeline` call takes two seconds a step.
 
 Exit status: 0 everything equal, 1 something differs, 2 wrong arguments or no usable GPU, 130 interrupted (the JSON file keeps
 what was finished)."""
@@ -28,10 +32,11 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured, after every section")
     common.add_argument("--plot", type=Path, metavar="FILE", help="draw the results, .png or .svg (needs matplotlib)")
     common.add_argument("--version", choices=VERSIONS, default="2.3", help="of LTX-2 (default: %(default)s)")
-    common.add_argument("--repeats", type=_positive, metavar="N", help="timed calls of each arm")
-    common.add_argument("--quick", action="store_true", help="fewer repeats, and nothing compiled: a check")
+    common.add_argument("--quick", action="store_true", help="fewer repeats or steps, and nothing compiled: a check")
+    repeated = argparse.ArgumentParser(add_help=False)
+    repeated.add_argument("--repeats", type=_at_least(1), metavar="N", help="timed calls of each arm")
     model = argparse.ArgumentParser(add_help=False)
-    model.add_argument("--layers", type=_positive, metavar="N", help="shorten the stack of 48 (default: all that fit)")
+    model.add_argument("--layers", type=_at_least(1), metavar="N", help="shorten the stack of 48 (default: all that fit)")
     clips = argparse.ArgumentParser(add_help=False)
     clips.add_argument(
         "--shape",
@@ -39,7 +44,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="HxWxF",
         help=f"height, width in pixels, and frames; can be given more than once (default: {SHAPE})",
     )
-    clips.add_argument("--image-to-video", action="store_true", help="a timestep for every token")
+    images = argparse.ArgumentParser(add_help=False)
+    images.add_argument("--image-to-video", action="store_true", help="a timestep for every token")
+    tiers = argparse.ArgumentParser(add_help=False)
+    tiers.add_argument("--high", action="store_true", help='add the arm of quality="high", whose difference is reported')
 
     main = argparse.ArgumentParser(
         prog="python -m ltx2_fastpath.bench",
@@ -52,17 +60,35 @@ def parser() -> argparse.ArgumentParser:
     def section(name: str, summary: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return sections.add_parser(name, parents=[*parents, common], help=summary, description=summary)
 
-    section("kernels", "each fused operation against its eager chain, at production shapes")
+    section("kernels", "each fused operation against its eager chain, at production shapes", repeated)
     forward = section(
         "forward",
         "one forward of the transformer: eager, fast, compiled, fast + compile, and its matrix products and attention alone",
         model,
         clips,
+        images,
+        tiers,
+        repeated,
     )
-    forward.add_argument("--batch-size", type=_positive, default=1, metavar="N", help="rows (default: 1)")
+    forward.add_argument(
+        "--arms",
+        type=_arms,
+        default=ARMS,
+        metavar="NAME,...",
+        help=f"run only these beside eager and fast (default: {','.join(ARMS)})",
+    )
+    forward.add_argument("--batch-size", type=_at_least(1), default=1, metavar="N", help="rows (default: 1)")
     forward.add_argument("--guidance", choices=("cfg", "stg", "isolated"), default="cfg", help="default: %(default)s")
-    section("step", "the three guidance passes of a denoising step: eager, fast, compiled", model, clips)
-    section("small", "a forward so short that the host is the limit: eager, fast, and both as CUDA graphs", model)
+    section("step", "the three guidance passes of a denoising step: eager, fast, compiled", model, clips, images, repeated)
+    section("small", "a forward so short that the host is the limit: eager, fast, and both as CUDA graphs", model, repeated)
+    pipeline = section("pipeline", "one whole pipeline call, to the latents, with its guidance: eager, fast", model, clips, tiers)
+    pipeline.add_argument(
+        "--steps",
+        type=_at_least(2),  # with a single one the scheduler divides zero by zero
+        action="append",
+        metavar="N",
+        help=f"denoising steps; can be given more than once (default: {STEPS[0]})",
+    )
     return main
 
 
@@ -116,8 +142,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _sections(options, clips, results: dict, meter, progress, save: Callable[[], None]) -> Iterator[dict]:
     """Measure what `options` ask for; every section is yielded when it is finished and in `results`."""
-    from . import forward, kernels, models
+    from . import forward, kernels
 
+    if options.section == "pipeline":
+        yield from _pipelines(options, clips, results, meter, progress)
+        return
     default, quick = REPEATS[options.section]
     repeats = options.repeats or (quick if options.quick else default)
     if options.section == "kernels":
@@ -128,8 +157,9 @@ def _sections(options, clips, results: dict, meter, progress, save: Callable[[],
         return
 
     arms: tuple[str, ...]
+    high = getattr(options, "high", False)
     if options.section == "forward":
-        arms, passes = forward.FORWARD_ARMS, {options.guidance: options.batch_size}
+        arms, passes = options.arms, {options.guidance: options.batch_size}
     elif options.section == "step":
         arms, passes = forward.STEP_ARMS, forward.STEP_PASSES
     else:
@@ -137,13 +167,13 @@ def _sections(options, clips, results: dict, meter, progress, save: Callable[[],
     if options.quick:
         arms = tuple(arm for arm in arms if arm not in forward.COMPILED_ARMS)
 
-    progress("building the transformer")
-    free_bytes, _ = torch.cuda.mem_get_info()
-    layers, note = forward.choose_layers(options.version, options.layers, clips, max(passes.values()), free_bytes)
-    transformer = models.build_transformer(options.version, num_layers=layers, device="cuda", dtype=torch.bfloat16)
-    instances = forward.instances_of(transformer)
+    if high:
+        arms = *arms[:2], forward.HIGH, *arms[2:]
+
+    transformer, notes = _build(options, clips, max(passes.values()), progress)
+    instances = forward.instances_of(transformer, high=high)
     for clip in clips:
-        section = {"section": options.section, "version": options.version, "notes": [note] if note else []}
+        section = {"section": options.section, "version": options.version, "notes": [*notes]}
         forward.measure(
             section, instances, clip, passes, arms, meter,
             image_to_video=getattr(options, "image_to_video", False), repeats=repeats, progress=progress,
@@ -152,16 +182,54 @@ def _sections(options, clips, results: dict, meter, progress, save: Callable[[],
         yield section
 
 
+def _pipelines(options, clips, results: dict, meter, progress) -> Iterator[dict]:
+    """A section for each size and number of steps."""
+    from . import forward, pipeline
+
+    default, quick = STEPS
+    transformer, notes = _build(options, clips, max(forward.STEP_PASSES.values()), progress)
+    arms = pipeline.arms_of(transformer, high=options.high)
+    for clip in clips:
+        pipeline.warm_up(arms, clip, progress)
+        for steps in options.steps or [quick if options.quick else default]:
+            section = {"section": "pipeline", "version": options.version, "notes": [*notes]}
+            pipeline.measure(section, arms, clip, steps, meter, progress)
+            results["sections"].append(section)
+            yield section
+
+
+def _build(options, clips, rows: int, progress):
+    """The stock transformer, with as many layers as fit, and notes on it."""
+    from . import forward, models
+
+    progress("building the transformer")
+    free_bytes, _ = torch.cuda.mem_get_info()
+    layers, note = forward.choose_layers(options.version, options.layers, clips, rows, free_bytes)
+    transformer = models.build_transformer(options.version, num_layers=layers, device="cuda", dtype=torch.bfloat16)
+    return transformer, [note] if note else []
+
+
 def _settings(options: argparse.Namespace) -> dict:
     """What can change a number: no paths."""
     return {name: value for name, value in vars(options).items() if name not in ("section", "json", "plot")}
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
+        return value
+
+    return number
+
+
+def _arms(text: str) -> tuple[str, ...]:
+    """The named arms and those that always run, in the order of ARMS."""
+    asked = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in asked if name not in ARMS]:
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(map(repr, unknown))}, choose from {','.join(ARMS)}")
+    return tuple(name for name in ARMS if name in asked or name in ARMS[:2])
 
 
 def _fail(reason: str) -> int:

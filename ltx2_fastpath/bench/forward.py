@@ -1,4 +1,4 @@
-"""Whole forwards of the transformer: stock, compiled, fast, and the floor, taking turns over one set of weights."""
+"""Whole forwards of the transformer: stock, compiled, fast, high, and the floor, taking turns over one set of weights."""
 
 import contextlib
 import math
@@ -16,6 +16,8 @@ from . import floor, launches, models, timing
 from .models import Clip
 
 EAGER, COMPILED, FAST, FAST_COMPILED, FLOOR = "eager", "compiled", "fast", "fast + compile", "floor"
+#: The arm that is not lossless: quality "high". It runs where it is asked for.
+HIGH = "high"
 #: Compiled arms may fail (no C compiler, a graph break); they are left out then, and the section says so.
 COMPILED_ARMS = (COMPILED, FAST_COMPILED)
 #: Arms and guidance passes of each section, with the rows of each pass for one video.
@@ -42,25 +44,31 @@ class Instances(NamedTuple):
     compiled: LTX2VideoTransformer3DModel
     fast: LTX2VideoTransformer3DModel
     fast_compiled: LTX2VideoTransformer3DModel
+    high: LTX2VideoTransformer3DModel | None = None
+
+    def handles(self) -> list[ltx2_fastpath.FastPath]:
+        """Those of the arms whose blocks are not compiled."""
+        return [make_fast(self.fast)] + ([make_fast(self.high, "high")] if self.high is not None else [])
 
 
-def instances_of(transformer: LTX2VideoTransformer3DModel) -> Instances:
-    """`transformer`, which must be stock and stays so, and three twins of it. Raises Unusable as `make_fast` does."""
-    instances = Instances(transformer, *(models.twin(transformer) for _ in range(3)))
-    make_fast(instances.fast)
+def instances_of(transformer: LTX2VideoTransformer3DModel, *, high: bool = False) -> Instances:
+    """`transformer`, which must be stock and stays so, and its twins. Raises Unusable as `make_fast` does."""
+    instances = Instances(transformer, *(models.twin(transformer) for _ in range(3 + high)))
+    instances.handles()
     make_fast(instances.fast_compiled)
     return instances
 
 
-def make_fast(transformer: LTX2VideoTransformer3DModel) -> None:
-    """Enable the fast path.
+def make_fast(transformer: LTX2VideoTransformer3DModel, quality: str = "lossless") -> ltx2_fastpath.FastPath:
+    """Enable the fast path and return its handle, the same one for the same quality.
 
     Raises:
         Unusable: it stays off; the message says why.
     """
-    handle = ltx2_fastpath.enable(transformer)
+    handle = ltx2_fastpath.enable(transformer, quality=quality)
     if not handle.active:
         raise Unusable(f"the fast path is off: {handle.reason}")
+    return handle
 
 
 def choose_layers(version: str, wanted: int | None, clips: list[Clip], rows: int, free_bytes: int) -> tuple[int, str | None]:
@@ -104,7 +112,7 @@ def measure(
 
     A call of an arm is a forward for each of `passes`, {guidance: rows}, on inputs that all arms share. Equality comes first,
     on a call of the fast arm that verifies nothing any more, as none of the timed ones does. If that is red there are no times.
-    A compiled arm's difference from stock is reported, not judged.
+    The difference of a compiled arm or of `high` from stock is reported, not judged.
     """
     inputs = _inputs(instances.stock, clip, passes, image_to_video)
     hidden, audio = (next(iter(inputs.values()))[name] for name in ("hidden_states", "audio_hidden_states"))
@@ -119,9 +127,7 @@ def measure(
         "arms": {},
     }
     calls = _prepare(section, instances, inputs, arms, meter, progress)
-    section["fast_path"] = _report(instances.fast)
-    if not any(site["fast"] for site in section["fast_path"]["sites"]):
-        section["notes"].append("no fused operation ran: every site computes its eager chain")
+    add_report(section, instances.fast)
     if not section["equal"]:
         return
 
@@ -131,7 +137,7 @@ def measure(
         records[name] |= timing.summary(samples)
     for name, call in calls.items():
         progress(f"{title}: {name}, profile")
-        with _one_stream(instances.fast):
+        with _one_stream(instances):
             kernels = meter.kernels(call)
         if not kernels:
             section["notes"].append(f"{name}: the profiler saw no kernels")
@@ -140,17 +146,21 @@ def measure(
         record["speed_up"] = records[EAGER]["gpu_ms"] / record["gpu_ms"]
         if FLOOR in records:
             record["times_floor"] = record["gpu_ms"] / records[FLOOR]["gpu_ms"]
+    if HIGH in records:
+        records[HIGH]["over_fast"] = records[FAST]["gpu_ms"] / records[HIGH]["gpu_ms"]
 
 
 @contextlib.contextmanager
-def _one_stream(transformer):
+def _one_stream(instances):
     """A fast transformer's audio after its video, not beside it: kernels that overlap take longer, and would count twice."""
-    handle = ltx2_fastpath.enable(transformer)
-    handle.audio_stream = False
+    handles = instances.handles()
+    for handle in handles:
+        handle.audio_stream = False
     try:
         yield
     finally:
-        handle.audio_stream = True
+        for handle in handles:
+            handle.audio_stream = True
 
 
 def _inputs(transformer, clip, passes, image_to_video) -> dict[str, dict]:
@@ -193,10 +203,7 @@ def _prepare(section, instances, inputs, arms, meter, progress) -> dict[str, Cal
         if name == EAGER:
             expected = outputs
         elif name != FLOOR:
-            record["equal"] = {key: torch.equal(outputs[key], value) for key, value in expected.items()}
-            record["max_abs_difference"] = {
-                key: (outputs[key].float() - value.float()).abs().max().item() for key, value in expected.items()
-            }
+            record |= compare(outputs, expected)
         if name in (FAST, FAST_GRAPHS) and not all(record["equal"].values()):
             section["equal"] = False
             break
@@ -225,6 +232,7 @@ def _call(name: str, instances: Instances, inputs: dict[str, dict]) -> Callable[
         COMPILED: instances.compiled,
         FAST: instances.fast,
         FAST_COMPILED: instances.fast_compiled,
+        HIGH: instances.high,
     }[name]
     if name in COMPILED_ARMS:
         # The host branches on a tensor in the block that spatio-temporal guidance perturbs, which breaks that block's graph.
@@ -246,6 +254,17 @@ def _captured(call: Callable) -> Callable:
     return replay
 
 
-def _report(transformer) -> dict:
+def compare(outputs: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict:
+    """Which outputs equal the expected ones of the same name, and how far the others are from them."""
+    return {
+        "equal": {key: torch.equal(outputs[key], value) for key, value in expected.items()},
+        "max_abs_difference": {key: (outputs[key].float() - value.float()).abs().max().item() for key, value in expected.items()},
+    }
+
+
+def add_report(section: dict, transformer: LTX2VideoTransformer3DModel) -> None:
+    """Add to `section` the report of its fast transformer, and a note if nothing in there is fast."""
     report = ltx2_fastpath.report(transformer)
-    return {"status": report.status, "sites": report.rows, "skipped": report.skipped}
+    section["fast_path"] = {"status": report.status, "sites": report.rows, "skipped": report.skipped}
+    if not any(site["fast"] for site in report.rows):
+        section["notes"].append("no fused operation ran: every site computes its eager chain")

@@ -231,11 +231,7 @@ def inputs(
         raise ValueError(f"guidance must be 'cfg', 'stg' or 'isolated', got {guidance!r}")
 
     video_tokens = latent_frames * latent_height * latent_width
-    if config.use_prompt_embeddings:
-        text_width = audio_text_width = config.caption_channels
-    else:
-        text_width, audio_text_width = config.cross_attention_dim, config.audio_cross_attention_dim
-
+    text_width, audio_text_width = _text_widths(config)
     generator = torch.Generator(device).manual_seed(seed)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -254,7 +250,6 @@ def inputs(
     else:
         timesteps = dict(timestep=sigma)
     text_mask = torch.ones(batch_size, text_tokens, dtype=torch.int64, device=device)
-    stg_block = min(STG_BLOCK, len(transformer.transformer_blocks) - 1)
 
     return dict(
         hidden_states=video,
@@ -275,7 +270,7 @@ def inputs(
         ),
         audio_coords=transformer.audio_rope.prepare_audio_coords(batch_size, audio_tokens, device).contiguous(),
         isolate_modalities=guidance == "isolated",
-        spatio_temporal_guidance_blocks=[stg_block] if guidance == "stg" else None,
+        spatio_temporal_guidance_blocks=[_stg_block(transformer)] if guidance == "stg" else None,
         perturbation_mask=None,
         # The pipelines say True unless told otherwise; the documented setting for 2.0 is False.
         use_cross_timestep=config.cross_attn_mod,
@@ -337,7 +332,102 @@ def tiny_pipeline(version: str = "2.3", pipeline_class: type | None = None, *, d
     components = {name: _cast(model, dtype).eval().requires_grad_(False) for name, model in models.items()}
     components["transformer"] = transformer
     components["tokenizer"] = tokenizer
-    components["scheduler"] = FlowMatchEulerDiscreteScheduler(
+    components["scheduler"] = _scheduler()
+    accepted = inspect.signature(pipeline_class).parameters
+    pipe = pipeline_class(**{name: component for name, component in components.items() if name in accepted})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def latents_pipeline(transformer: LTX2VideoTransformer3DModel, pipeline_class: type | None = None):
+    """A `pipeline_class` (default `LTX2Pipeline`) around `transformer`, of any size, that ends at the latents.
+
+    Its VAEs are small and random: only their sizes and statistics are used and, for an image, the video encoder. There is no
+    text encoder; the connectors pass embeddings on, at the transformer's widths, with a mask of ones as the real ones do.
+    Call it with `pipe(**latents_request(transformer), height=..., width=..., num_frames=..., num_inference_steps=...)`. The
+    global random state is not touched.
+    """
+    width = transformer.config.audio_in_channels
+    audio_channels = min(8, width // 2)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        vae = _tiny_video_vae(transformer.config.in_channels)
+        # It keeps as many statistics as it has base channels, and compresses four mel bins to one.
+        audio_vae = AutoencoderKLLTX2Audio(
+            base_channels=width,
+            ch_mult=(1, 1, 1),
+            num_res_blocks=1,
+            resolution=32,
+            latent_channels=audio_channels,
+            mel_bins=4 * width // audio_channels,
+        )
+    vae, audio_vae = (
+        _cast(model, transformer.dtype).eval().requires_grad_(False).to(transformer.device) for model in (vae, audio_vae)
+    )
+    pipe = (pipeline_class or LTX2Pipeline)(
+        scheduler=_scheduler(),
+        vae=vae,
+        audio_vae=audio_vae,
+        text_encoder=None,
+        tokenizer=None,
+        connectors=_Connectors(transformer),
+        transformer=transformer,
+        vocoder=None,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def latents_request(transformer: LTX2VideoTransformer3DModel, *, text_tokens: int = 1024, seed: int = 0) -> dict:
+    """The keyword arguments of one call of a `latents_pipeline`, without size and steps: guidance is the pipeline's default.
+
+    Two prompts [1, text_tokens, width] in the transformer's dtype, and a generator in a fresh state: make a request for each
+    call. The same seed gives the same request on the same kind of device.
+    """
+    device = transformer.device
+    generator = torch.Generator(device).manual_seed(seed)
+    size = 2, text_tokens, max(_text_widths(transformer.config))
+    prompt, negative_prompt = torch.randn(size, generator=generator, device=device).to(transformer.dtype).split(1)
+    mask = torch.ones(1, text_tokens, dtype=torch.int64, device=device)
+    return dict(
+        prompt_embeds=prompt,
+        prompt_attention_mask=mask,
+        negative_prompt_embeds=negative_prompt,
+        negative_prompt_attention_mask=mask,
+        spatio_temporal_guidance_blocks=[_stg_block(transformer)],
+        use_cross_timestep=transformer.config.cross_attn_mod,
+        generator=generator,
+        output_type="latent",
+    )
+
+
+class _Connectors(torch.nn.Module):
+    """Stands for the text connectors of a `latents_pipeline`."""
+
+    def __init__(self, transformer: LTX2VideoTransformer3DModel):
+        super().__init__()
+        self.device, self.dtype = transformer.device, transformer.dtype  # the pipeline asks every component
+        self.widths = _text_widths(transformer.config)
+
+    def forward(self, prompt_embeds, attention_mask, padding_side="left"):
+        video, audio = (prompt_embeds[..., :width].contiguous() for width in self.widths)
+        return video, audio, torch.ones_like(attention_mask)
+
+
+def _text_widths(config) -> tuple[int, int]:
+    """The widths of the text embeddings for video and for audio."""
+    if config.use_prompt_embeddings:
+        return config.caption_channels, config.caption_channels
+    return config.cross_attention_dim, config.audio_cross_attention_dim
+
+
+def _stg_block(transformer: LTX2VideoTransformer3DModel) -> int:
+    """The pipelines' default, or the last block: one that is not there would perturb nothing and say nothing."""
+    return min(STG_BLOCK, len(transformer.transformer_blocks) - 1)
+
+
+def _scheduler() -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(
         base_image_seq_len=1024,
         max_image_seq_len=4096,
         base_shift=0.95,
@@ -345,10 +435,6 @@ def tiny_pipeline(version: str = "2.3", pipeline_class: type | None = None, *, d
         shift_terminal=0.1,
         use_dynamic_shifting=True,
     )
-    accepted = inspect.signature(pipeline_class).parameters
-    pipe = pipeline_class(**{name: component for name, component in components.items() if name in accepted})
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def _config(version: str) -> dict:

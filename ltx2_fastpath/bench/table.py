@@ -3,7 +3,7 @@
 
 def section_text(section: dict) -> str:
     """The table of one section."""
-    return _kernels(section) if section["section"] == "kernels" else _forwards(section)
+    return {"kernels": _kernels, "pipeline": _pipeline}.get(section["section"], _forwards)(section)
 
 
 def align(rows: list[list[str]], left: int = 1) -> str:
@@ -43,20 +43,29 @@ def _kernels(section: dict) -> str:
     return "\n".join([head, align(rows, left=3), *notes])
 
 
-def _forwards(section: dict) -> str:
+def _head(section: dict, *more: str) -> list[str]:
+    """What was measured, the notes, and what differs where it must not."""
     passes = ", ".join(f"{guidance} of {rows}" for guidance, rows in section["passes"].items())
     kind = "image to video" if section["image_to_video"] else "text to video"
     model = f"LTX-{section['version']}, {section['layers']} layers, {section['dtype']}, {kind}"
     tokens = f"{section['video_tokens']} video and {section['audio_tokens']} audio tokens, rows: {passes}"
-    lines = [f"{section['section']} {section['clip']}: {model}, {tokens}", *section["notes"]]
+    lines = [", ".join([f"{section['section']} {section['clip']}: {model}", tokens, *more]), *section["notes"]]
     if not section["equal"]:
         unequal = [name for name, same in section["arms"]["fast"]["equal"].items() if not same]
-        return "\n".join([*lines, f"NOT EQUAL, so not timed: fast differs from eager in {', '.join(unequal)}"])
+        lines.append(f"NOT EQUAL, so not timed: fast differs from eager in {', '.join(unequal)}")
+    return lines
+
+
+def _forwards(section: dict) -> str:
+    lines = _head(section)
+    if not section["equal"]:
+        return "\n".join(lines)
     names = (
         "arm, GPU ms, speed-up, x floor, host ms, kernels, memsets, copies, matrix ms, attention ms, rest ms, peak GiB, first s,"
         " max difference"
     )
-    rows = [names.split(", ")]
+    high = "high" in section["arms"]
+    rows = [names.split(", ") + ["over fast"] * high]
     for name, arm in section["arms"].items():
         split, counts = arm["split_ms"], arm["launches"]
         rows.append(
@@ -73,9 +82,37 @@ def _forwards(section: dict) -> str:
                 f"{arm['peak_bytes'] / 2**30:.1f}",
                 f"{arm['first_call_s']:.1f}",
                 _difference(arm),
+                *[f"{arm['over_fast']:.2f}x" if "over_fast" in arm else "-"] * high,
             ]
         )
     return "\n".join([*lines, align(rows)])
+
+
+def _pipeline(section: dict) -> str:
+    steps = section["steps"]
+    lines = _head(section, f"{section['text_tokens']} text tokens", f"{steps} steps")
+    if not section["equal"]:
+        return "\n".join(lines)
+    names = "arm, seconds, speed-up, s a step, STG prefixes reused, peak GiB, max difference, PSNR video/audio"
+    rows = [names.split(", ")]
+    for name, arm in section["arms"].items():
+        rows.append(
+            [
+                name,
+                f"{arm['seconds']:.2f}",
+                f"{arm['speed_up']:.2f}x",
+                f"{arm['seconds'] / steps:.3f}",
+                f"{arm['prefixes_reused']} of {steps}" if "prefixes_reused" in arm else "-",
+                f"{arm['peak_bytes'] / 2**30:.1f}",
+                _difference(arm),
+                _psnr(arm["psnr_db"]) if "psnr_db" in arm else "-",
+            ]
+        )
+    return "\n".join([*lines, align(rows)])
+
+
+def _psnr(decibels: dict[str, float | None]) -> str:
+    return "/".join("equal" if value is None else f"{value:.1f}" for value in decibels.values()) + " dB"
 
 
 def _difference(arm: dict) -> str:
