@@ -21,6 +21,13 @@ _switching = threading.Lock()  # a second enable during the first would find our
 _handles: "weakref.WeakKeyDictionary[torch.nn.Module, FastPath]" = weakref.WeakKeyDictionary()
 
 
+class _Off(threading.local):
+    """How many `disabled` contexts a thread is in. Set from the start: compiled blocks check whether it is there at all."""
+
+    def __init__(self):
+        self.depth = 0
+
+
 class FastPath:
     """The handle kept for one transformer: its switch, its sites, its patches, and why it is not active if it is not.
 
@@ -36,7 +43,7 @@ class FastPath:
     def __init__(self, transformer: torch.nn.Module, quality: str):
         self._transformer = weakref.ref(transformer)
         self._patches: dict[str, Any] = {}
-        self._off = threading.local()
+        self._off = _Off()
         self._warned: set[str] = set()
         self.quality = quality
         self.cuda_graphs = False
@@ -95,9 +102,13 @@ class FastPath:
         """Why a call on `x` takes the stock path; None if it takes the fast one. Reads metadata only."""
         if torch.compiler.is_compiling():
             return "torch.compile is tracing"
+        return self.why_not_traced(x) or _why_not_device(x.device, x.dtype)
+
+    def why_not_traced(self, x: torch.Tensor) -> str | None:
+        """The same for code that Dynamo follows into a compiled graph, and but for the device."""
         if not self.active:
             return "switched off by disable()"
-        if getattr(self._off, "depth", 0):
+        if self._off.depth:
             return "switched off by disabled()"
         if torch.is_grad_enabled():
             return "gradients are enabled"
@@ -105,7 +116,9 @@ class FastPath:
             return "hooks are set on all modules"  # and we read norms that we should call
         if type(x) is not torch.Tensor:
             return f"the hidden states are a {type(x).__name__}"
-        return _why_not_device(x.device, x.dtype) or ("autocast is active" if torch.is_autocast_enabled(x.device.type) else None)
+        if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
+            return "autocast is active"
+        return None
 
     def _blocks(self):
         """The transformer's blocks; none where a deep copy has outlived the transformer."""
@@ -265,7 +278,7 @@ def disabled(pipe):
     if fast is None:
         yield
         return
-    fast._off.depth = getattr(fast._off, "depth", 0) + 1
+    fast._off.depth += 1
     try:
         yield
     finally:

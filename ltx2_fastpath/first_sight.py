@@ -1,6 +1,8 @@
 """FirstSight: one verified comparison per signature, or the eager chain for good."""
 
+import itertools
 import logging
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -32,6 +34,15 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
+_numbers = itertools.count()
+_by_number: "weakref.WeakValueDictionary[int, FirstSight]" = weakref.WeakValueDictionary()
+
+
+def numbered(number: int) -> "FirstSight | None":
+    """The site of that `number`, by which compiled graphs name it; None if its transformer is gone or was disabled since."""
+    return _by_number.get(number)
+
+
 class FirstSight:
     """One site of the model: runs an op's kernel where that was seen to equal the eager chain, else the eager chain.
 
@@ -42,7 +53,7 @@ class FirstSight:
 
     Calling the site with the op's arguments returns the op's result. The first call of each signature runs the kernel on
     the op's rehearsals and then on the live arguments, beside the eager chain, and keeps the first candidate whose bits
-    agree. No candidate, a refusal or a failing launch: the eager chain for that signature from then on.
+    agree. No candidate, a refusal or a failing launch: the eager chain for that signature from then on. Not to be traced.
     """
 
     def __init__(self, site: str, op, warned: set | None = None):
@@ -52,6 +63,8 @@ class FirstSight:
         self.fast = 0
         self.stock = 0
         self._warned = set() if warned is None else warned
+        self.number = next(_numbers)
+        _by_number[self.number] = self
 
     @property
     def notes(self) -> list[str]:

@@ -10,7 +10,9 @@ import threading
 
 import torch
 
+from ltx2_fastpath.ops import head_gate as gate_op
 from ltx2_fastpath.ops import qk_norm_split_rope as qk_op
+from ltx2_fastpath.ops.numerics import DEVICE_TYPES, DTYPES
 
 from .host import transformer_ltx2
 
@@ -27,6 +29,18 @@ def make_forward(fast, name):
     gate_site = fast.sites[f"{name}.head_gate"]
     prepared_mask = _MaskPreparation()
 
+    def normed_and_rotated(norm_q, norm_k, query, key, query_rotary_emb, key_rotary_emb):
+        if torch.compiler.is_compiling():
+            return qk_op.traced(qk_site, norm_q, norm_k, query, key, query_rotary_emb, key_rotary_emb)
+        if key_rotary_emb is None:
+            key_rotary_emb = query_rotary_emb
+        if qk_op.is_plain(norm_q, query) and qk_op.is_plain(norm_k, key):
+            return qk_site(norm_q, norm_k, query, key, query_rotary_emb, key_rotary_emb)
+        query, key = norm_q(query), norm_k(key)
+        if query_rotary_emb is None:
+            return query, key
+        return rope_site(None, None, query, key, query_rotary_emb, key_rotary_emb)
+
     @functools.wraps(stock)
     def forward(
         self,
@@ -39,7 +53,8 @@ def make_forward(fast, name):
     ):
         processor = self.processor
         perturbable = type(processor) is perturbed_processor
-        reason = fast.why_not(hidden_states)
+        tracing = torch.compiler.is_compiling()
+        reason = _why_not_traced(fast, self, hidden_states) if tracing else fast.why_not(hidden_states)
         if reason is None and not (perturbable or type(processor) is plain_processor):
             reason = f"the processor is {type(processor).__name__}"
         elif reason is None and query_rotary_emb is not None and self.rope_type != "split":
@@ -54,7 +69,8 @@ def make_forward(fast, name):
 
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         if attention_mask is not None:
-            attention_mask = prepared_mask(self, attention_mask, source)
+            prepare = _prepared_mask if tracing else prepared_mask
+            attention_mask = prepare(self, attention_mask, source)
         modules = self._modules  # read directly: an attribute of a module costs 0.5 µs, and there are 2,600 in a forward
         gate_logits = None if modules.get("to_gate_logits") is None else modules["to_gate_logits"](hidden_states)
 
@@ -70,15 +86,7 @@ def make_forward(fast, name):
             value = modules["to_v"](source) if perturbable else None
             query, key = modules["to_q"](hidden_states), modules["to_k"](source)
             value = modules["to_v"](source) if value is None else value
-            norm_q, norm_k = modules["norm_q"], modules["norm_k"]
-            if not (qk_op.is_plain(norm_q, query) and qk_op.is_plain(norm_k, key)):
-                query, key = norm_q(query), norm_k(key)
-                norm_q = norm_k = None
-            key_rotary_emb = query_rotary_emb if key_rotary_emb is None else key_rotary_emb
-            if norm_q is not None:
-                query, key = qk_site(norm_q, norm_k, query, key, query_rotary_emb, key_rotary_emb)
-            elif query_rotary_emb is not None:
-                query, key = rope_site(None, None, query, key, query_rotary_emb, key_rotary_emb)
+            query, key = normed_and_rotated(modules["norm_q"], modules["norm_k"], query, key, query_rotary_emb, key_rotary_emb)
             out = transformer_ltx2.dispatch_attention_fn(
                 _by_head(query, self.heads),
                 _by_head(key, self.heads),
@@ -95,16 +103,33 @@ def make_forward(fast, name):
                 out = out.flatten(2, 3).to(query.dtype)
 
         if gate_logits is not None:
-            out = gate_site(out if out.ndim == 4 else _by_head(out, self.heads), gate_logits)
+            gated = gate_op.eager if tracing else gate_site
+            out = gated(out if out.ndim == 4 else _by_head(out, self.heads), gate_logits)
         projection, dropout = modules["to_out"]
         return dropout(projection(out))
 
     return forward
 
 
+def _why_not_traced(fast, attention, hidden_states):
+    """Why a compiled graph holds the host's attention instead of ours, in which QK-norm + RoPE is one opaque op."""
+    if hidden_states.device.type not in DEVICE_TYPES or hidden_states.dtype not in DTYPES:
+        return "no kernel for these hidden states"
+    if not qk_op.traceable(attention.norm_q, attention.norm_k, attention.inner_dim, attention.heads):
+        return "norms or widths that the kernels do not take"
+    return fast.why_not_traced(hidden_states)
+
+
 def _by_head(x, heads):
     """[B, S, H·d] -> [B, S, H, d]"""
     return x.view(*x.shape[:2], heads, -1)
+
+
+def _prepared_mask(attention, mask, source):
+    """The host's: [B, heads, 1 or S, S_k]"""
+    batch, tokens, _ = source.shape
+    prepared = attention.prepare_attention_mask(mask, tokens, batch)
+    return prepared.view(batch, attention.heads, -1, prepared.shape[-1])
 
 
 class _MaskPreparation(threading.local):
@@ -122,9 +147,7 @@ class _MaskPreparation(threading.local):
         kept, kept_key, prepared = self._last
         if kept is mask and key is not None and kept_key == key:
             return prepared
-        batch, tokens, _ = source.shape
-        prepared = attention.prepare_attention_mask(mask, tokens, batch)
-        prepared = prepared.view(batch, attention.heads, -1, prepared.shape[-1])
+        prepared = _prepared_mask(attention, mask, source)
         if prepared.shape[2] == 1:
             self._last = (mask, key, prepared)
         return prepared

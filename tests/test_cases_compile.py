@@ -1,4 +1,7 @@
-"""torch.compile beside the fast path: one frame for all blocks, no graph break, and the same values."""
+"""torch.compile beside the fast path: one frame for all blocks, no graph break, and the same values.
+
+Models too narrow for the kernels compile to the host's graph, operation for operation. In wide ones QK-norm + RoPE is opaque.
+"""
 
 import copy
 
@@ -10,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 from ltx2_fastpath import disable, disabled, enable, report
 from ltx2_fastpath.bench import models
+from ltx2_fastpath.ops import qk_norm_split_rope
 
 pytestmark = pytest.mark.usefixtures("any_width", "fresh_compiler")
 LAYERS = 12  # more than torch compiles one after the other before it gives up (recompile_limit, 8)
@@ -136,3 +140,83 @@ def test_one_block_compiled(both):
     both.ours.transformer.transformer_blocks[3].compile(fullgraph=True, backend="eager")
     for _ in range(2):
         both.check()
+
+
+WIDE = dict(
+    num_attention_heads=8,
+    attention_head_dim=128,
+    cross_attention_dim=1024,
+    audio_num_attention_heads=16,
+    audio_attention_head_dim=64,
+    audio_cross_attention_dim=1024,
+)
+ATTENTIONS = 6  # of a layer, each with its opaque op
+
+
+@pytest.fixture
+def wide(stand_ins):
+    return Together(stand_ins, lambda: setups.pipeline_of(setups.tiny("2.3", num_layers=LAYERS, **WIDE)))
+
+
+def test_wide_blocks_have_an_opaque_op(wide, operations):
+    enable(wide.ours)
+    counter = compile_blocks(wide.ours)
+    for _ in range(2):
+        assert wide.check() == {"qk_norm_split_rope": ATTENTIONS * LAYERS}
+    assert counter.frame_count == 1 and counter.op_count < operations
+    rows = {row["site"]: row for row in report(wide.ours).rows if row["site"].endswith("qk_norm_split_rope")}
+    assert len(rows) == ATTENTIONS
+    for row in rows.values():
+        assert (row["fast"], row["stock"]) == (2 * LAYERS - 1, 1) and "bit-equal" in row["notes"][0]
+
+
+def test_wide_blocks_switched_off_are_the_hosts(wide, operations):
+    enable(wide.ours)
+    counter = compile_blocks(wide.ours)
+    wide.check()
+    for _ in range(2):
+        with disabled(wide.ours):
+            wide.check(fast=False)
+        wide.check()
+    assert counter.frame_count == 2  # one with, one without; switching back and forth compiles no more
+    disable(wide.ours)
+    wide.check(fast=False)
+    assert counter.frame_count <= 3
+
+
+def test_opaque_op_that_does_not_verify(wide, monkeypatch, caplog):
+    def one_bit_wrong(candidate, *args):
+        q, k = qk_norm_split_rope.eager(*args)
+        q.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        return q, k
+
+    monkeypatch.setattr(qk_norm_split_rope, "launch", one_bit_wrong)
+    enable(wide.ours)
+    compile_blocks(wide.ours)
+    for _ in range(2):
+        wide.check(fast=False)
+    assert [record.levelname for record in caplog.records if record.name == "ltx2_fastpath"] == ["WARNING"]
+
+
+def test_norm_with_a_hook_stays_the_hosts_in_a_compiled_block(wide):
+    for transformer in (wide.stock.transformer, wide.ours.transformer):
+        for block in transformer.transformer_blocks:
+            block.attn1.norm_q.register_forward_hook(lambda norm, args, output: output * 2)
+    enable(wide.ours)
+    compile_blocks(wide.ours)
+    for _ in range(2):
+        assert wide.check() == {"qk_norm_split_rope": (ATTENTIONS - 1) * LAYERS}
+
+
+def test_inductor_differs_from_eager_no_more_than_without_us(stand_ins):
+    """The graph is not the host's, so its bits need not be those of the host's compiled graph either."""
+    wide = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny("2.3", num_layers=1, **WIDE)))
+    enable(wide.ours)
+    expected = setups.step(wide.stock.transformer)
+    errors = {}
+    for name, pipe in (("stock", wide.stock), ("ours", wide.ours)):
+        pipe.transformer.compile_repeated_blocks(fullgraph=True)
+        outputs = setups.step(pipe.transformer)
+        errors[name] = max((a - b).abs().max().item() for a, b in zip(outputs, expected))
+    assert wide.launches["qk_norm_split_rope"] == ATTENTIONS
+    assert 0 < errors["ours"] <= 2 * errors["stock"] < 1e-4

@@ -5,7 +5,7 @@ import torch
 from diffusers.models.transformers import transformer_ltx2
 from test_ops_rms_norm_modulate import rsqrt
 
-from ltx2_fastpath.first_sight import same_bits
+from ltx2_fastpath.first_sight import FirstSight, same_bits
 from ltx2_fastpath.ops import qk_norm_split_rope as op
 from ltx2_fastpath.ops.rope_tables import CompactTables, Rope
 
@@ -432,14 +432,36 @@ def test_compiled_it_is_the_eager_chain(normal, monkeypatch):
         assert same_bits(compiled(*args), op.eager(*args))
 
 
-def test_custom_op_has_a_schema_and_a_fake_that_hold(normal):
+@pytest.mark.parametrize("site_is_there", [True, False])
+def test_custom_op_is_its_site(normal, stand_ins, site_is_there):
+    """What a compiled graph holds: verified at its first run, launched from then on; the eager chain once its site is gone."""
+    site = FirstSight("attn1", op)
+    number = site.number if site_is_there else -1
     norm_q, norm_k, q, k, rope_q, rope_k = make_args(normal, batch=1, tokens_q=2, tokens_k=1)
-    for weights, tables in (
-        ((norm_q.weight, norm_k.weight), (*rope_q, *rope_k)),
-        ((None, None), (*rope_q, *rope_k)),
-        ((norm_q.weight, norm_k.weight), (None,) * 4),
+    none = (None, None)
+    for norms, keys, tables in (
+        ((norm_q, norm_k), k, (rope_q, rope_k)),
+        ((norm_q, norm_k), q.flip(1), (rope_q, None)),  # of q, for both
+        ((norm_q, norm_k), k, none),
+        (none, k, (rope_q, rope_k)),
     ):
-        args = op.CANDIDATES[0], q, k, *weights, *tables, 128, 1e-6, 1e-6
+        of_k = tables[0] if tables[1] is None else tables[1]
+        expected = op.eager(*norms, q, keys, tables[0], of_k)
+        weights = [norm and norm.weight for norm in norms]
+        args = number, q, keys, *weights, *(tables[0] or none), *(tables[1] or none), norm_q.eps, norm_k.eps
+        before = site.fast, site.stock
+        for _ in range(2):
+            assert same_bits(torch.ops.ltx2_fastpath.qk_norm_split_rope(*args), expected)
+        assert (site.fast - before[0], site.stock - before[1]) == ((1, 1) if site_is_there else (0, 0))
         torch.library.opcheck(
             torch.ops.ltx2_fastpath.qk_norm_split_rope.default, args, test_utils=("test_schema", "test_faketensor")
         )
+
+
+def test_traceable(normal):
+    norm = make_norm(normal, 1024)
+    assert op.traceable(norm, norm, 1024, 8) and op.traceable(norm, norm, 1024, 16)
+    assert not op.traceable(norm, norm, 1024, 32)  # heads of 32
+    assert not op.traceable(norm, norm, 512, 4)
+    for other in (hooked(make_norm(normal, 1024)), Subclass(1024, eps=1e-6), torch.nn.RMSNorm(1024), torch.nn.LayerNorm(1024)):
+        assert not op.traceable(norm, other, 1024, 8)

@@ -16,10 +16,13 @@ Two implementations of this one contract: "cuda" (qk_norm_split_rope.cu, see cud
 or its kernel does not verify.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from ..first_sight import numbered
 from . import cuda
 from .numerics import DEVICE_TYPES, DTYPES, HALVES, is_untouched, lane_sum, layout, on_device, quads, random
 from .rope_tables import Rope
@@ -122,6 +125,16 @@ def _qk_norm_split_rope_kernel(
         )  # fmt: skip
 
 
+class Norm(NamedTuple):
+    """What a compiled graph hands over of a ``torch.nn.RMSNorm``; computes the same."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x):
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
 def norm_key(norm):
     """What of a norm module the kernel depends on, or None for a module that must be called instead.
 
@@ -132,7 +145,9 @@ def norm_key(norm):
 
 
 def _readable_weight(norm):
-    """The weight of a plain ``torch.nn.RMSNorm`` without hooks; None for any other module."""
+    """The weight of a plain ``torch.nn.RMSNorm`` without hooks, or of a `Norm`; None for any other module."""
+    if type(norm) is Norm:
+        return norm.weight
     if type(norm) is not torch.nn.RMSNorm or norm.eps is None or not is_untouched(norm):
         return None
     weight = norm._parameters["weight"]  # five times as fast as norm.weight
@@ -294,7 +309,7 @@ def _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, same_tab
 
 @torch.library.custom_op("ltx2_fastpath::qk_norm_split_rope", mutates_args=())
 def _op(
-    implementation: str,
+    site: int,
     q: torch.Tensor,
     k: torch.Tensor,
     weight_q: torch.Tensor | None,
@@ -303,17 +318,38 @@ def _op(
     sin_q: torch.Tensor | None,
     cos_k: torch.Tensor | None,
     sin_k: torch.Tensor | None,
-    head_dim: int,
     eps_q: float,
     eps_k: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tables = (cos_q, sin_q, None, None, cos_k, sin_k, None, None)
-    return _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, False, eps_q, eps_k)
+    norms = (None, None) if weight_q is None else (Norm(weight_q, eps_q), Norm(weight_k, eps_k))
+    rope_q = None if cos_q is None else (cos_q, sin_q)
+    rope_k = rope_q if cos_k is None else (cos_k, sin_k)
+    return (numbered(site) or eager)(*norms, q, k, rope_q, rope_k)
 
 
 @_op.register_fake
-def _(implementation, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, head_dim, eps_q, eps_k):
+def _(site, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k):
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+
+
+def traceable(norm_q, norm_k, width: int, heads: int) -> bool:
+    """Whether `traced` takes rows of `width` elements and these norms. To be asked while Dynamo traces."""
+    norms = (norm_q, norm_k)
+    plain = all(type(norm) is torch.nn.RMSNorm and norm.weight is not None and norm.eps is not None for norm in norms)
+    return plain and width % CUDA_CHUNK == 0 and width // heads in HEAD_DIMS and all(map(is_untouched, norms))
+
+
+def traced(site, norm_q, norm_k, q, k, rope_q, rope_k=None):
+    """What `site`, a `FirstSight` of this op, gives, as one opaque node of a compiled graph, which verifies when it first runs.
+
+    Without `rope_k` k takes q's tables; that two tuples are the same one cannot be traced.
+
+    Measured beside Inductor's own code for this (H200, 12 layers of LTX-2.3): a compiled forward takes 90.3 instead of 91.5 ms at
+    512x768x121 and 238.0 instead of 243.9 at 704x1280x121.
+    """
+    cos_q, sin_q = rope_q or (None, None)
+    cos_k, sin_k = rope_k or (None, None)
+    return _op(site.number, q, k, norm_q.weight, norm_k.weight, cos_q, sin_q, cos_k, sin_k, norm_q.eps, norm_k.eps)
 
 
 def qk_norm_split_rope(norm_q, norm_k, q, k, rope_q=None, rope_k=None, *, implementation=CANDIDATES[0]):
