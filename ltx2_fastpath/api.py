@@ -16,7 +16,7 @@ from .report import Report
 
 logger = logging.getLogger("ltx2_fastpath")
 
-QUALITIES = ("lossless",)
+QUALITIES = ("lossless", "high")
 _switching = threading.Lock()  # a second enable during the first would find our forwards and take them for another's
 _handles: "weakref.WeakKeyDictionary[torch.nn.Module, FastPath]" = weakref.WeakKeyDictionary()
 
@@ -25,6 +25,7 @@ class FastPath:
     """The handle kept for one transformer: its switch, its sites, its patches, and why it is not active if it is not.
 
     Attributes:
+        quality: that of the requests that do not choose another by the context `quality`.
         active: whether the patches are in place and the switch is on.
         reason: why nothing was changed, or None.
         sites: the `FirstSight` of every place where an op stands, by name.
@@ -37,6 +38,7 @@ class FastPath:
         self._transformer = weakref.ref(transformer)
         self._patches: dict[str, Any] = {}
         self._off = threading.local()
+        self._chosen = threading.local()
         self._warned: set[str] = set()
         self.quality = quality
         self.cuda_graphs = False
@@ -90,6 +92,11 @@ class FastPath:
         self.active = False
         _undo(self._patches)
         self._patches = {}
+
+    @property
+    def tier(self) -> str:
+        """The quality that this thread computes with."""
+        return getattr(self._chosen, "quality", None) or self.quality
 
     def why_not(self, x: torch.Tensor) -> str | None:
         """Why a call on `x` takes the stock path; None if it takes the fast one. Reads metadata only."""
@@ -209,12 +216,18 @@ def _handle_of(transformer: torch.nn.Module) -> FastPath | None:
     return fast
 
 
+def _require_known(quality: str) -> None:
+    if quality not in QUALITIES:
+        raise ValueError(f"unknown quality {quality!r}; choose from {', '.join(map(repr, QUALITIES))}")
+
+
 def enable(pipe, *, quality: str = "lossless", cuda_graphs: bool = False) -> FastPath:
-    """Make the LTX-2 transformer behind `pipe` fast without changing a bit of what it computes.
+    """Make the LTX-2 transformer behind `pipe` fast, unless told otherwise without changing a bit of what it computes.
 
     Args:
         pipe: an LTX-2 pipeline of diffusers (any task, modular too), its transformer, or that behind ``torch.compile``.
-        quality: "lossless", bit-exact with stock eager diffusers.
+        quality: "lossless", bit-exact with stock eager diffusers; or "high", which may differ from it by roundings and is a little
+            faster (see `quality`, which chooses for single requests). Calling again changes it.
         cuda_graphs: replay whole forwards as CUDA graphs, for small videos where the host is the limit. Costs the graphs'
             memory (see `report`); calling again changes it.
 
@@ -226,11 +239,11 @@ def enable(pipe, *, quality: str = "lossless", cuda_graphs: bool = False) -> Fas
         TypeError: `pipe` has no LTX-2 transformer; the message names what was found.
         ValueError: an unknown quality; the message lists the known ones.
     """
-    if quality not in QUALITIES:
-        raise ValueError(f"unknown quality {quality!r}; choose from {', '.join(map(repr, QUALITIES))}")
+    _require_known(quality)
     transformer = _transformer_of(pipe)
     with _switching:
         fast = _handles.get(transformer) or FastPath(transformer, quality)
+        fast.quality = quality
         if not fast.active:
             fast._apply()
         _handles[transformer] = fast
@@ -270,6 +283,31 @@ def disabled(pipe):
         yield
     finally:
         fast._off.depth -= 1
+
+
+@contextlib.contextmanager
+def quality(pipe, name: str):
+    """Within the block, and in this thread only, `pipe` computes with quality `name`. Can be nested; restores on exceptions.
+
+    "lossless": the bits of stock. "high": also what is not bit-exact but within a bf16 ULP of the eager chain in each place, and as
+    near to fp64. That is one thing: a text mask that masks nothing is dropped. A no-op where `pipe` is not enabled or computes the
+    stock way, and in a transformer compiled as a whole (compiled blocks take part).
+
+    Raises:
+        TypeError: `pipe` has no LTX-2 transformer.
+        ValueError: an unknown quality; the message lists the known ones.
+    """
+    _require_known(name)
+    fast = _handle_of(_transformer_of(pipe))
+    if fast is None:
+        yield
+        return
+    outer = getattr(fast._chosen, "quality", None)
+    fast._chosen.quality = name
+    try:
+        yield
+    finally:
+        fast._chosen.quality = outer
 
 
 def report(pipe) -> Report:
