@@ -226,8 +226,8 @@ def enable(pipe, *, quality: str = "lossless", cuda_graphs: bool = False) -> Fas
 
     Args:
         pipe: an LTX-2 pipeline of diffusers (any task, modular too), its transformer, or that behind ``torch.compile``.
-        quality: "lossless", bit-exact with stock eager diffusers; or "high", which may differ from it by roundings and is a little
-            faster (see `quality`, which chooses for single requests). Calling again changes it.
+        quality: "lossless", bit-exact with stock eager diffusers; or "high", which may differ from it by roundings and is a
+            little faster. Calling again changes it; the context `quality` chooses for single requests.
         cuda_graphs: replay whole forwards as CUDA graphs, for small videos where the host is the limit. Costs the graphs'
             memory (see `report`); calling again changes it.
 
@@ -289,9 +289,9 @@ def disabled(pipe):
 def quality(pipe, name: str):
     """Within the block, and in this thread only, `pipe` computes with quality `name`. Can be nested; restores on exceptions.
 
-    "lossless": the bits of stock. "high": also what is not bit-exact but within a bf16 ULP of the eager chain in each place, and as
-    near to fp64. That is one thing: a text mask that masks nothing is dropped. A no-op where `pipe` is not enabled or computes the
-    stock way, and in a transformer compiled as a whole (compiled blocks take part).
+    "lossless": the bits of stock. "high": also what is not bit-exact, but in each place within a bf16 ULP of the eager chain and
+    as near to fp64. So far that is one thing: a text mask that masks nothing is dropped. A no-op where `pipe` is not enabled or
+    computes the stock way, and in a transformer that is compiled as a whole (compiled blocks take part).
 
     Raises:
         TypeError: `pipe` has no LTX-2 transformer.

@@ -4,10 +4,10 @@ from typing import Any
 
 from .first_sight import FirstSight
 from .ops import ada_values, gated_residual, gelu, head_gate, qk_norm_split_rope, rms_norm_modulate
-from .patches import ADA_EMBEDDINGS, ATTENTIONS, FEED_FORWARDS, ROPES, STREAMS
+from .patches import ADA_EMBEDDINGS, ATTENTIONS, FEED_FORWARDS, ROPES
 from .patches.ada_embedding import DistinctTimesteps
 from .patches.graphs import Graphs
-from .patches.masks import TextMask
+from .patches.masks import STREAMS, TextMask
 from .patches.model import PrefixReuse
 from .patches.rope import TableCache
 

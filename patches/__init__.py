@@ -7,7 +7,6 @@ from .attention import make_forward as make_attention_forward
 from .block import make_forward as make_block_forward
 from .feed_forward import make_forward as make_gelu_forward
 from .host import activations, transformer_ltx2
-from .masks import STREAMS
 from .model import make_forward as make_model_forward
 from .patch import Patch, strip
 from .rope import ROPES

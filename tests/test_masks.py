@@ -12,19 +12,24 @@ from diffusers.models.transformers import transformer_ltx2
 import ltx2_fastpath
 from ltx2_fastpath.bench import models
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("stand_ins", "any_width")]
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("stand_ins", "any_width", "masked")]
 MASKS = ("encoder_attention_mask", "audio_encoder_attention_mask")
 
 
 @pytest.fixture
 def masked(monkeypatch):
-    """How many attentions were given a mask, and how many were not, since the last look: masked() -> (with, without)."""
+    """How many attentions were given a mask, and how many were not, since the last look: masked() -> (with, without).
+
+    Text attention without a mask rounds otherwise, as on a GPU; on a CPU the bits would be the same, and equality say nothing.
+    """
     counts = [0, 0]
     dispatch = transformer_ltx2.dispatch_attention_fn
 
-    def counted(*args, attn_mask=None, **kwargs):
+    def counted(query, key, value, attn_mask=None, **kwargs):
         counts[attn_mask is None] += 1
-        return dispatch(*args, attn_mask=attn_mask, **kwargs)
+        out = dispatch(query, key, value, attn_mask=attn_mask, **kwargs)
+        is_text = key.shape[1] == setups.SMALL["text_tokens"]  # no other tokens are as many
+        return out * (1 + 2**-16) if is_text and attn_mask is None else out
 
     def look():
         seen = tuple(counts)
@@ -75,7 +80,8 @@ def test_high_is_the_forward_without_masks_and_lossless_after_it_is_stock(transf
         assert setups.equal(setups.run(transformer, **kwargs), stock)
         assert masked() == (texts, attentions - texts)
         assert counts(transformer) == [(dropped, 0)] * 2
-    assert torch.allclose(maskless[0], stock[0], atol=1e-4) and torch.allclose(maskless[1], stock[1], atol=1e-4)
+    for ours, host in zip(maskless, stock):
+        assert not torch.equal(ours, host) and torch.allclose(ours, host, atol=1e-3)
 
 
 def test_a_pipeline_looks_at_its_masks_once_for_all_steps(version, monkeypatch):
@@ -89,12 +95,10 @@ def test_a_pipeline_looks_at_its_masks_once_for_all_steps(version, monkeypatch):
     stock = setups.generate(pipe)
     ltx2_fastpath.enable(pipe)
     with ltx2_fastpath.quality(pipe, "high"):
-        close = setups.generate(pipe, num_inference_steps=4)
+        setups.generate(pipe, num_inference_steps=4)
         assert sorted(looks) == [(1, 16)] * 2 + [(2, 16)] * 2  # for video and for audio
         assert counts(pipe.transformer) == [(3 * 4, 0)] * 2
-        assert not setups.equal(close, stock)  # four steps instead of two
-        close = setups.generate(pipe)
-    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(close, stock))
+        assert not setups.equal(setups.generate(pipe), stock)
     assert setups.equal(setups.generate(pipe), stock)
 
 
@@ -177,11 +181,11 @@ def test_every_form_of_a_mask_that_masks_nothing_is_dropped(masked, case):
     assert counts(transformer) == [(1, 0)] * 2
 
 
-def test_a_mask_of_the_wrong_length_gives_the_hosts_error():
+def test_a_mask_of_another_shape_gives_the_hosts_error_or_result():
     transformer = setups.tiny()
     ltx2_fastpath.enable(transformer)
     for shape in ((1, 8), (2, 16), (16,), (1, 1, 1, 16)):
-        kwargs = inputs(transformer) | dict(encoder_attention_mask=torch.ones(shape))
+        kwargs = inputs(transformer) | dict(encoder_attention_mask=torch.ones(shape), audio_encoder_attention_mask=None)
         with ltx2_fastpath.disabled(transformer):
             expected = setups.outcome(lambda kwargs=kwargs: setups.run(transformer, **kwargs))
         result = setups.outcome(lambda kwargs=kwargs: high(transformer, **kwargs))
@@ -273,6 +277,7 @@ def test_guidance_passes_share_their_prefix_within_a_quality_only():
     stock = setups.run(transformer, **stg)
     close = without_masks(transformer, stg)
     prefix = handle.sites["guidance.prefix"]
+    assert not setups.equal(stock, close)
     for _ in range(3):
         high(transformer, **cfg)
         assert setups.equal(high(transformer, **stg), close)
