@@ -19,12 +19,22 @@ Here a tiny transformer with random weights stands for your pipeline:
 >>> torch.equal(video, fast_video), torch.equal(audio, fast_audio)
 (True, True)
 
-`disabled` is a context in which this thread computes the stock way, and `disable` puts everything back:
+`disabled` is a context in which this thread computes the stock way:
 
 >>> with ltx2_fastpath.disabled(transformer), torch.no_grad():
 ...     stock_video, _ = transformer(**inputs)
 >>> torch.equal(video, stock_video)
 True
+
+`quality` is a context in which this thread's requests may differ from stock by roundings, where that saves time:
+
+>>> with ltx2_fastpath.quality(transformer, "high"), torch.no_grad():
+...     close_video, _ = transformer(**inputs)
+>>> torch.allclose(video, close_video, atol=1e-3)
+True
+
+`disable` puts everything back:
+
 >>> ltx2_fastpath.disable(transformer)
 >>> ltx2_fastpath.report(transformer)
 ltx2_fastpath: not enabled
@@ -37,7 +47,7 @@ Traceback (most recent call last):
 TypeError: expected a pipeline with an LTX2VideoTransformer3DModel, or that model, but found str
 """
 
-from .api import FastPath, disable, disabled, enable, report
+from .api import FastPath, disable, disabled, enable, quality, report
 
 __version__ = "0.1.0"
-__all__ = ["FastPath", "disable", "disabled", "enable", "report", "__version__"]
+__all__ = ["FastPath", "disable", "disabled", "enable", "quality", "report", "__version__"]

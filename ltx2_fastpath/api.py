@@ -16,22 +16,24 @@ from .report import Report
 
 logger = logging.getLogger("ltx2_fastpath")
 
-QUALITIES = ("lossless",)
+QUALITIES = ("lossless", "high")
 _switching = threading.Lock()  # a second enable during the first would find our forwards and take them for another's
 _handles: "weakref.WeakKeyDictionary[torch.nn.Module, FastPath]" = weakref.WeakKeyDictionary()
 
 
-class _Off(threading.local):
-    """How many `disabled` contexts a thread is in. Set from the start: compiled blocks check whether it is there at all."""
+class _Thread(threading.local):
+    """What a thread has chosen for itself. All is there from the start: a compiled block is guarded by what is not there, too."""
 
     def __init__(self):
-        self.depth = 0
+        self.disabled = 0  # contexts of `disabled` that it is in
+        self.quality: str | None = None
 
 
 class FastPath:
     """The handle kept for one transformer: its switch, its sites, its patches, and why it is not active if it is not.
 
     Attributes:
+        quality: that of the requests that do not choose another by the context `quality`.
         active: whether the patches are in place and the switch is on.
         reason: why nothing was changed, or None.
         sites: the `FirstSight` of every place where an op stands, by name.
@@ -43,7 +45,7 @@ class FastPath:
     def __init__(self, transformer: torch.nn.Module, quality: str):
         self._transformer = weakref.ref(transformer)
         self._patches: dict[str, Any] = {}
-        self._off = _Off()
+        self._thread = _Thread()
         self._warned: set[str] = set()
         self.quality = quality
         self.cuda_graphs = False
@@ -98,6 +100,11 @@ class FastPath:
         _undo(self._patches)
         self._patches = {}
 
+    @property
+    def tier(self) -> str:
+        """The quality that this thread computes with."""
+        return self._thread.quality or self.quality
+
     def why_not(self, x: torch.Tensor) -> str | None:
         """Why a call on `x` takes the stock path; None if it takes the fast one. Reads metadata only."""
         if torch.compiler.is_compiling():
@@ -108,7 +115,7 @@ class FastPath:
         """The same for code that Dynamo follows into a compiled graph, and but for the device."""
         if not self.active:
             return "switched off by disable()"
-        if self._off.depth:
+        if self._thread.disabled:
             return "switched off by disabled()"
         if torch.is_grad_enabled():
             return "gradients are enabled"
@@ -222,12 +229,18 @@ def _handle_of(transformer: torch.nn.Module) -> FastPath | None:
     return fast
 
 
+def _require_known(quality: str) -> None:
+    if quality not in QUALITIES:
+        raise ValueError(f"unknown quality {quality!r}; choose from {', '.join(map(repr, QUALITIES))}")
+
+
 def enable(pipe, *, quality: str = "lossless", cuda_graphs: bool = False) -> FastPath:
-    """Make the LTX-2 transformer behind `pipe` fast without changing a bit of what it computes.
+    """Make the LTX-2 transformer behind `pipe` fast, unless told otherwise without changing a bit of what it computes.
 
     Args:
         pipe: an LTX-2 pipeline of diffusers (any task, modular too), its transformer, or that behind ``torch.compile``.
-        quality: "lossless", bit-exact with stock eager diffusers.
+        quality: "lossless", bit-exact with stock eager diffusers; or "high", which may differ from it by roundings and is a
+            little faster. Calling again changes it; the context `quality` chooses for single requests.
         cuda_graphs: replay whole forwards as CUDA graphs, for small videos where the host is the limit. Costs the graphs'
             memory (see `report`); calling again changes it.
 
@@ -239,11 +252,11 @@ def enable(pipe, *, quality: str = "lossless", cuda_graphs: bool = False) -> Fas
         TypeError: `pipe` has no LTX-2 transformer; the message names what was found.
         ValueError: an unknown quality; the message lists the known ones.
     """
-    if quality not in QUALITIES:
-        raise ValueError(f"unknown quality {quality!r}; choose from {', '.join(map(repr, QUALITIES))}")
+    _require_known(quality)
     transformer = _transformer_of(pipe)
     with _switching:
         fast = _handles.get(transformer) or FastPath(transformer, quality)
+        fast.quality = quality
         if not fast.active:
             fast._apply()
         _handles[transformer] = fast
@@ -278,11 +291,35 @@ def disabled(pipe):
     if fast is None:
         yield
         return
-    fast._off.depth += 1
+    fast._thread.disabled += 1
     try:
         yield
     finally:
-        fast._off.depth -= 1
+        fast._thread.disabled -= 1
+
+
+@contextlib.contextmanager
+def quality(pipe, name: str):
+    """Within the block, and in this thread only, `pipe` computes with quality `name`. Can be nested; restores on exceptions.
+
+    "lossless": the bits of stock. "high": also what is not bit-exact, but in each place within a bf16 ULP of the eager chain and
+    as near to fp64. So far that is one thing: a text mask that masks nothing is dropped. A no-op where `pipe` is not enabled or
+    computes the stock way, and in a transformer that is compiled as a whole (compiled blocks take part).
+
+    Raises:
+        TypeError: `pipe` has no LTX-2 transformer.
+        ValueError: an unknown quality; the message lists the known ones.
+    """
+    _require_known(name)
+    fast = _handle_of(_transformer_of(pipe))
+    if fast is None:
+        yield
+        return
+    outer, fast._thread.quality = fast._thread.quality, name
+    try:
+        yield
+    finally:
+        fast._thread.quality = outer
 
 
 def report(pipe) -> Report:

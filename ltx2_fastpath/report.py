@@ -18,7 +18,7 @@ class Report:
         if fast is None:
             self.status = "not enabled"
             return
-        self.status = f"active ({fast.quality})" if fast.active else f"off: {fast.reason or 'switched off by disable()'}"
+        self.status = f"active ({fast.tier})" if fast.active else f"off: {fast.reason or 'switched off by disable()'}"
         self.stock_calls = dict(fast.stock_calls)
         self.skipped = dict(fast.skipped)
         for site in fast.sites.values():

@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 from ltx2_fastpath.first_sight import bits
 
 from .host import transformer_ltx2
+from .masks import drop_idle
 from .survey import Survey
 
 # Arguments that only tell what is perturbed, or how the result is wrapped.
@@ -43,6 +44,9 @@ def make_forward(fast):
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         arguments.pop("self")
+        call = functools.partial(stock, self, *args, **kwargs)
+        if drop_idle(fast, arguments):
+            call = functools.partial(stock, self, **arguments)
         if fast.cuda_graphs and fast.why_not(arguments["hidden_states"]) is None:
             survey = prefix.survey(self)
             reason = _why_watched(fast, self, survey)
@@ -50,7 +54,7 @@ def make_forward(fast):
                 return graphs.forward(fast, self, survey, arguments, functools.partial(stock, self))
             graphs.refuse(reason)
         with prefix.passing(fast, self, arguments) as this:
-            result = stock(self, *args, **kwargs)
+            result = call()
         if this is not None and this.was_cut_short():
             return stock(self, *args, **kwargs)
         return result

@@ -168,18 +168,23 @@ def test_type_error_names_what_was_found(function, case):
 
 
 @pytest.mark.parametrize("case", NOT_OURS)
-def test_disabled_raises_type_error_before_its_block_runs(case):
+def test_contexts_raise_type_error_before_their_blocks_run(case):
     found, named = NOT_OURS[case]
-    with pytest.raises(TypeError, match=named), ltx2_fastpath.disabled(found):
-        pytest.fail("the block ran")
+    for context in (ltx2_fastpath.disabled(found), ltx2_fastpath.quality(found, "high")):
+        with pytest.raises(TypeError, match=named), context:
+            pytest.fail("the block ran")
 
 
 @pytest.mark.parametrize("quality", ["fast", "", None, "LOSSLESS"])
 def test_unknown_quality_lists_the_known_ones_and_changes_nothing(transformer, quality):
     before = insides(transformer)
-    with pytest.raises(ValueError, match="'lossless'") as caught:
-        ltx2_fastpath.enable(transformer, quality=quality)
-    assert repr(quality) in str(caught.value) and insides(transformer) == before
+    for ask in (
+        lambda: ltx2_fastpath.enable(transformer, quality=quality),
+        lambda: ltx2_fastpath.quality(transformer, quality).__enter__(),
+    ):
+        with pytest.raises(ValueError, match="'lossless', 'high'") as caught:
+            ask()
+        assert repr(quality) in str(caught.value) and insides(transformer) == before
 
 
 def test_all_or_none_where_a_patch_fails_half_way(transformer, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from setups import Together
 from torch._dynamo.testing import CompileCounter
 
-from ltx2_fastpath import disable, disabled, enable, report
+from ltx2_fastpath import disable, disabled, enable, quality, report
 from ltx2_fastpath.bench import models
 from ltx2_fastpath.ops import qk_norm_split_rope
 
@@ -87,6 +87,20 @@ def test_switching_costs_a_frame_for_each_enable(both):
     assert counter.frame_count <= 3
 
 
+def test_switching_the_quality_costs_one_frame_in_all(both):
+    enable(both.ours)
+    counter = compile_blocks(both.ours)
+    both.check(fast=False)
+    assert counter.frame_count == 1
+    for _ in range(3):
+        with quality(both.ours, "high"):
+            setups.step(both.ours.transformer)
+        both.check(fast=False)
+    assert counter.frame_count == 2  # blocks with a text mask and blocks without
+    dropped = {row["site"]: row["fast"] for row in report(both.ours).rows if row["site"].endswith("text.mask")}
+    assert dropped == {"text.mask": 3, "audio_text.mask": 3}
+
+
 def test_kinds_of_passes_compile_as_they_would_without_us(stand_ins):
     both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny(num_layers=1)))
     enable(both.ours)
@@ -112,6 +126,21 @@ def test_whole_transformer_compiled(stand_ins):
         disable(ours)
         assert setups.equal(expected, ours(**inputs))
     assert not [module for module in both.ours.transformer.modules() if "forward" in vars(module)]
+
+
+def test_whole_transformer_compiled_is_lossless_in_every_quality(stand_ins):
+    both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny(num_layers=1)))
+    counter = CompileCounter()
+    ours = torch.compile(both.ours.transformer, backend=counter)
+    enable(ours)
+    inputs = models.inputs(both.stock.transformer, **setups.SMALL)
+    expected = setups.run(both.stock.transformer, **inputs)
+    with torch.no_grad():
+        assert setups.equal(expected, ours(**inputs))
+        frames = counter.frame_count
+        with quality(ours, "high"):
+            assert setups.equal(expected, ours(**inputs))
+    assert counter.frame_count == frames > 0
 
 
 def test_compiled_blocks_told_to_run_eagerly(both):

@@ -54,6 +54,7 @@ def captured(monkeypatch):
         def call(**kwargs):
             outputs = stock(**kwargs)
             if capturing:
+                capturing[-1].masks = sum(kwargs[name] is not None for name in kwargs if name.endswith("encoder_attention_mask"))
                 capturing[-1].outputs, capturing[-1].call = outputs, lambda: stock(**kwargs)
             return outputs
 
@@ -118,6 +119,19 @@ def test_guidance_passes_have_graphs_of_their_own(fast, captured):
         for _ in range(3):
             check(fast, models.inputs(fast, **SIZE, batch_size=2, guidance=guidance))
     assert len(captured) == 3 and site(fast).fast == 3
+
+
+def test_qualities_have_graphs_of_their_own(fast, captured):
+    """Without its masks a forward is another kind; going back and forth captures nothing again."""
+    kwargs = models.inputs(fast, **SIZE, batch_size=2)
+    with torch.no_grad():
+        for quality in ("lossless", "high", "lossless", "high"):
+            with ltx2_fastpath.quality(fast, quality):
+                for _ in range(3):
+                    fast(**kwargs)
+    assert len(captured) == 2 and site(fast).fast == 2 * 1 + 2 * 3
+    assert [graph.masks for graph in captured] == [2, 0]
+    check(fast, kwargs)
 
 
 def test_return_dict(fast, captured):
