@@ -33,14 +33,10 @@ __device__ void put_columns(float4 &cos, float4 &sin, float4 columns, int place)
     sin.w = place == 0 ? columns.w : sin.w;
 }
 
-constexpr int blocks_a_multiprocessor(int dtype, int d, int rope, bool paired) {
-    return dtype == FP32 ? 1 : d > 2048 ? 7 : 12;
-}
-
 // The tokens of q and of k in one grid, a row of blocks for each batch row. PAIRED: q and k have as many tokens and the same tables, and a
 // block takes a token of each. Otherwise a block takes one token, those of q first.
 template <int DTYPE, int D, int HEAD_DIM, bool NORM, int ROPE, bool PAIRED>
-__global__ void __launch_bounds__(128, blocks_a_multiprocessor(DTYPE, D, ROPE, PAIRED))
+__global__ void __launch_bounds__(128, DTYPE == FP32 ? 1 : D > 2048 ? 7 : 12)
 qk_norm_split_rope(const void *q, const void *k, const void *weight_q, const void *weight_k, void *out_q, void *out_k,
                    const float *cos_q, const float *sin_q, const float *columns_q, const int *rows_q, const float *cos_k,
                    const float *sin_k, const float *columns_k, const int *rows_k, long long tokens_q, long long tokens_k,

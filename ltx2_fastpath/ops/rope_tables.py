@@ -42,16 +42,22 @@ class CompactTables(NamedTuple):
 class Rope:
     """A rotary embedding in compact form that still unpacks, ``cos, sin = rope``, into the host's full tables.
 
-    The full tables are made when somebody asks, and live as long as this object: one forward.
+    The full tables are made when somebody asks, and live as long as this object: one forward. Whoever asks on another CUDA stream
+    waits until they are there.
     """
 
     def __init__(self, compact: CompactTables):
         self.compact = compact
         self._full: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._made: torch.cuda.Event | None = None
 
     def __iter__(self):
+        stream = torch.cuda.current_stream(self.compact.cos.device) if self.compact.cos.is_cuda else None
         if self._full is None:
             self._full = self.compact.full()
+            self._made = stream and stream.record_event()
+        elif stream is not None:
+            stream.wait_event(self._made)
         return iter(self._full)
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ from test_block import expected_launches
 import ltx2_fastpath
 from ltx2_fastpath.bench import models
 from ltx2_fastpath.first_sight import FirstSight
-from ltx2_fastpath.ops import cuda
+from ltx2_fastpath.ops import cuda, gated_residual, head_gate, qk_norm_split_rope, rms_norm_modulate
 
 SMALL = dict(height=512, width=768, num_frames=121)
 LARGE = dict(height=704, width=1280, num_frames=121)
@@ -170,6 +170,23 @@ def test_passes_of_a_step_that_share_a_prefix(model):
     reused = handle.sites["guidance.prefix"].fast
     assert reused >= 1, handle.sites["guidance.prefix"].notes
     assert calls.fast["ada_values"] == layers - models.STG_BLOCK
+
+
+@pytest.mark.parametrize("version", ["2.3"], indirect=True, scope="module")
+def test_with_triton_alone(model, version, monkeypatch):
+    """Without cuda.core. Its QK-norm + RoPE takes full tables, which the video's and the audio's stream share."""
+    monkeypatch.setattr(cuda, "IMPLEMENTATIONS", ("triton",))
+    for op in (gated_residual, head_gate, qk_norm_split_rope, rms_norm_modulate):
+        monkeypatch.setattr(op, "CANDIDATES", tuple(c for c in op.CANDIDATES if "triton" in (c, c[0])))
+        assert op.CANDIDATES
+    kwargs = models.inputs(model, **SMALL)
+    handle = ltx2_fastpath.enable(model)
+    stock = stock_forward(model, kwargs)
+    for _ in range(6):
+        assert_equal(forward(model, kwargs), stock)
+    for name in ("norm1", "norm2", "attn1.qk_norm_split_rope", "video_to_audio_attn.qk_norm_split_rope", "attn1.head_gate"):
+        site = handle.sites[name]
+        assert site.fast == 6 * len(model.transformer_blocks) - 1 and "triton" in site.notes[0], site.notes
 
 
 @pytest.mark.parametrize("guidance", GUIDANCE)
