@@ -104,8 +104,8 @@ def test_attention_without_an_idle_mask(case):
     print("  " + ", ".join(f"{name} {value:.3e}" for name, value in figures.items()))
 
     assert figures["high max"] <= 2 * figures["eager max"] and figures["high mean"] <= 2 * figures["eager mean"]
-    # Where two tokens have all the weight, or all logits are huge, a probability that rounds to its neighbour can move an output by
-    # more than one ULP, which happens between any two attention kernels: there the error alone counts.
+    # Where two tokens have all the weight, or all logits are huge, a probability that rounds to its neighbour can move an output
+    # by more than one ULP, which happens between any two attention kernels: there the error alone counts.
     if case not in ("peaked", "huge_channel"):
         assert distance.max() <= 1
 
