@@ -70,20 +70,28 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.lru_cache(maxsize=512)
-def _prepared(device, kernel, parameters):
-    from cuda.bindings import driver
-    from cuda.core import Device, Program, ProgramOptions
+def compiled(architecture: str, kernel: str, parameters: tuple):
+    """The template `kernel` with `parameters` as machine code for `architecture` ("sm_90"), and the name that it has there."""
+    from cuda.core import Program, ProgramOptions
 
-    Device(device.index).set_current()
-    major, minor = torch.cuda.get_device_capability(device)
     source = (_FOLDER / "dtypes.cuh").read_text() + (_FOLDER / f"{kernel}.cu").read_text()
     name = f"{kernel}<{', '.join(map(_parameter, parameters))}>"
     # fma=False: no product and sum become one rounding unless the source says so.
-    options = ProgramOptions(std="c++17", arch=f"sm_{major}{minor}", fma=False)
-    compiled = Program(source, code_type="c++", options=options).compile("cubin", name_expressions=(name,)).get_kernel(name)
-    _kept.append(compiled)
-    return driver.cuLaunchKernel, driver.CUfunction(int(compiled.handle))
+    options = ProgramOptions(std="c++17", arch=architecture, fma=False)
+    return Program(source, code_type="c++", options=options).compile("cubin", name_expressions=(name,)), name
+
+
+@functools.lru_cache(maxsize=512)
+def _prepared(device, kernel, parameters):
+    from cuda.bindings import driver
+    from cuda.core import Device
+
+    Device(device.index).set_current()
+    major, minor = torch.cuda.get_device_capability(device)
+    code, name = compiled(f"sm_{major}{minor}", kernel, parameters)
+    function = code.get_kernel(name)
+    _kept.append(function)
+    return driver.cuLaunchKernel, driver.CUfunction(int(function.handle))
 
 
 @functools.lru_cache(maxsize=256)
