@@ -18,7 +18,7 @@ class CompactTables(NamedTuple):
     """The tables of one batch of tokens with H heads of 2r elements.
 
     cos, sin: fp32 [R, H·r]. rows: int32 [1, B, S], each token's row; or [2, B, S] with its row of `columns` as well. heads: H.
-    columns: fp32 [C, H·r / 4, 4], the channels of the last of three axes. Of four channels those are one or two, see `_places`:
+    columns: fp32 [C, H·r / 4, 4], the channels of the last of three axes. Of four channels those are one or two, see `_quads_by_place`:
     the cos of the first and of the second, then their sin.
     """
 
@@ -67,28 +67,31 @@ class Rope:
         return tuple(self)[index]
 
 
-def _places(channels: int, device: torch.device) -> torch.Tensor:
-    """For every four channels, which of them is the first of the last axis; where that is the first of all, the fourth is too.
+def _quads_by_place(channels: int):
+    """For each place 0, 1, 2 that the first channel of the last axis can have among four: (those quads, place).
 
-    The host interleaves the three axes after a padding of `channels` modulo 3.
+    The host interleaves the three axes after a padding of `channels` modulo 3. At place 0 the fourth is of that axis too.
     """
-    return (2 + channels % 3 - torch.arange(0, channels, 4, device=device)) % 3
+    for place in range(3):
+        yield slice((2 + channels % 3 - place) % 3, None, 3), place
 
 
 def _pick_columns(table: torch.Tensor) -> torch.Tensor:
     """The channels of the last axis, [R, channels] -> [R, channels / 4, 2]. The second one means nothing where there is none."""
     quads = table.unflatten(1, (-1, 4))
-    place = _places(table.shape[1], table.device)
-    return torch.stack((quads[:, torch.arange(len(place), device=place.device), place], quads[:, :, 3]), dim=2)
+    columns = quads[:, :, 2:].clone()
+    for those, place in _quads_by_place(table.shape[1]):
+        columns[:, those, 0] = quads[:, those, place]
+    return columns
 
 
 def _put_columns(table: torch.Tensor, columns: torch.Tensor) -> None:
     """Write `columns` [B, S, channels / 4, 2] back into `table` [B, S, channels]."""
     quads = table.unflatten(2, (-1, 4))
-    place = _places(table.shape[2], table.device)
-    quads[:, :, torch.arange(len(place), device=place.device), place] = columns[..., 0]
-    has_two = place == 0
-    quads[:, :, has_two, 3] = columns[:, :, has_two, 1]
+    for those, place in _quads_by_place(table.shape[2]):
+        quads[:, :, those, place] = columns[:, :, those, 0]
+        if place == 0:
+            quads[:, :, those, 3] = columns[:, :, those, 1]
 
 
 def compact_tables(
