@@ -18,8 +18,8 @@ class CompactTables(NamedTuple):
     """The tables of one batch of tokens with H heads of 2r elements.
 
     cos, sin: fp32 [R, H·r]. rows: int32 [1, B, S], each token's row; or [2, B, S] with its row of `columns` as well. heads: H.
-    columns: fp32 [C, H·r / 4, 4], the channels of the last of three axes. Of four channels those are one or two, see `_quads_by_place`:
-    the cos of the first and of the second, then their sin.
+    columns: fp32 [C, H·r / 4, 4], the channels of the last of three axes. Of four channels those are one or two
+    (`_quads_by_place`): the cos of the first and of the second, then their sin.
     """
 
     cos: torch.Tensor
