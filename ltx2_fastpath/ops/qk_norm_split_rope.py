@@ -321,10 +321,12 @@ def _op(
     eps_q: float,
     eps_k: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    norms = (None, None) if weight_q is None else (Norm(weight_q, eps_q), Norm(weight_k, eps_k))
+    norm_q = None if weight_q is None else Norm(weight_q, eps_q)
+    norm_k = None if weight_k is None else Norm(weight_k, eps_k)
     rope_q = None if cos_q is None else (cos_q, sin_q)
     rope_k = rope_q if cos_k is None else (cos_k, sin_k)
-    return (numbered(site) or eager)(*norms, q, k, rope_q, rope_k)
+    compute = numbered(site) or eager
+    return compute(norm_q, norm_k, q, k, rope_q, rope_k)
 
 
 @_op.register_fake
