@@ -7,6 +7,7 @@ from .ops import ada_values, gated_residual, gelu, head_gate, qk_norm_split_rope
 from .patches import ADA_EMBEDDINGS, ATTENTIONS, FEED_FORWARDS, ROPES
 from .patches.ada_embedding import DistinctTimesteps
 from .patches.graphs import Graphs
+from .patches.latents import Latents
 from .patches.masks import STREAMS, TextMask
 from .patches.model import PrefixReuse
 from .patches.rope import TableCache
@@ -38,5 +39,6 @@ def build_sites(warned: set) -> dict:
     sites: dict[str, Any] = {site: FirstSight(site, op, warned) for site, op in ops.items()}
     sites |= {f"{name}.tables": TableCache(f"{name}.tables") for name in ROPES}
     sites |= {f"{name}.distinct": DistinctTimesteps(f"{name}.distinct") for name in ADA_EMBEDDINGS}
+    sites |= {f"{stream}latents": Latents(f"{stream}latents") for stream in STREAMS}
     sites |= {f"{stream}text.mask": TextMask(f"{stream}text.mask") for stream in STREAMS}
     return sites | {"guidance.prefix": PrefixReuse("guidance.prefix"), "cuda_graphs": Graphs("cuda_graphs")}

@@ -5,7 +5,8 @@ CFG pass from its first perturbed block on, and only there. So the hidden states
 and an STG pass whose inputs are, by value, those of one row of the CFG pass starts at that block.
 
 It is off until a request has shown that it makes STG passes, until the prefix was run both ways at these shapes and gave the same
-bits, and wherever something watches the blocks that would be skipped.
+bits, and wherever something watches the blocks that would be skipped. In lossless calls of diffusers' pipelines it does not give
+the same bits, in stock neither (latents.py says why).
 """
 
 import copy
@@ -21,6 +22,7 @@ from torch.nn.modules import module as torch_module
 from ltx2_fastpath.first_sight import bits
 
 from .host import transformer_ltx2
+from .latents import lay_out
 from .masks import drop_idle
 from .survey import Survey
 
@@ -45,7 +47,7 @@ def make_forward(fast):
         arguments = dict(bound.arguments)
         arguments.pop("self")
         call = functools.partial(stock, self, *args, **kwargs)
-        if drop_idle(fast, arguments):
+        if drop_idle(fast, arguments) | lay_out(fast, arguments):
             call = functools.partial(stock, self, **arguments)
         if fast.cuda_graphs and fast.why_not(arguments["hidden_states"]) is None:
             survey = prefix.survey(self)
@@ -138,6 +140,7 @@ class _Current(threading.local):
 
     value: Any = None  # the pass that it is in
     at: int | None = None  # the first perturbed block of the STG passes seen
+    before: tuple = ()  # the layout of the pass before
     in_vain = 0
     kept: Any = None  # a _Keep that has arrived, or None
 
@@ -156,6 +159,7 @@ class PrefixReuse:
         self.stock = 0
         self._notes: set[str] = set()
         self._verified: dict = {}
+        self._in_vain: set = set()  # {(block, layout of a pass, layout of the STG pass after it)} that gave other bits
         self._current = _Current()
         # A survey holds the weights, which must not outlive the transformer because somebody holds its handle.
         self._surveys: weakref.WeakKeyDictionary[torch.nn.Module, Survey] = weakref.WeakKeyDictionary()
@@ -181,7 +185,15 @@ class PrefixReuse:
 
     def _plan(self, fast, transformer, arguments):
         stg_blocks, mine = arguments.get("spatio_temporal_guidance_blocks"), self._current
-        if arguments.get("isolate_modalities") or (not stg_blocks and mine.at is None):
+        if arguments.get("isolate_modalities"):
+            return None
+        if not stg_blocks:
+            mine.before = _layout(arguments)
+            if mine.at is None:
+                return None
+        elif (min(stg_blocks), mine.before, _layout(arguments)) in self._in_vain:
+            mine.at = mine.kept = None
+            self.stock += 1
             return None
         if fast.why_not(arguments["hidden_states"]) is not None:
             return None
@@ -222,7 +234,8 @@ class PrefixReuse:
             return None
         rows = arguments["hidden_states"].shape[0]
         video, audio = (state[chunk * rows : (chunk + 1) * rows] for state in (kept.video, kept.audio))
-        signature = (at, chunk, kept.video.shape, kept.audio.shape, kept.video.dtype, rows, _layout(arguments))
+        layouts = at, mine.before, _layout(arguments)
+        signature = (chunk, kept.video.dtype, *layouts)
         if self._verified.get(signature):
             self.fast += 1
             return _Reuse(at, video, audio)
@@ -232,7 +245,12 @@ class PrefixReuse:
 
         def verdict(equal):
             self._verified[signature] = equal
-            how = "bit-equal both ways" if equal else "not bit-equal, so not reused"
+            how = "bit-equal both ways"
+            if not equal:
+                self._in_vain.add(layouts)
+                how = "not bit-equal, so not reused"
+                if kept.arguments["hidden_states"].is_contiguous() != arguments["hidden_states"].is_contiguous():
+                    how += ' (the latents lie otherwise in memory, and so have other bits in stock; quality "high" lays them out)'
             self._notes.add(f"blocks 0 to {at - 1} at {list(kept.video.shape)}: {how}")
 
         return _Check(at, video, audio, verdict)
@@ -286,7 +304,9 @@ def _same_value(a, b) -> bool:
 
 
 def _layout(arguments: dict) -> tuple:
-    return tuple((name, value.shape, value.dtype) for name, value in sorted(arguments.items()) if isinstance(value, torch.Tensor))
+    """Of every tensor in the arguments what a kernel may be chosen by."""
+    tensors = ((name, value) for name, value in sorted(arguments.items()) if isinstance(value, torch.Tensor))
+    return tuple((name, value.shape, value.stride(), value.dtype) for name, value in tensors)
 
 
 def _why_watched(fast, transformer, survey) -> str | None:

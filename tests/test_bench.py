@@ -807,7 +807,6 @@ def test_needs_a_gpu(argv, capsys, monkeypatch):
         (["forward", "--repeats", "0"], "must be at least 1"),
         (["kernels", "--layers", "4"], "unrecognized arguments"),
         (["forward", "--arms", "floor,fused"], "unknown 'fused', choose from eager,fast,compiled,fast + compile,floor"),
-        (["step", "--high"], "unrecognized arguments"),
         (["pipeline", "--steps", "1"], "must be at least 2, got 1"),
         (["pipeline", "--repeats", "3"], "unrecognized arguments"),
         (["pipeline", "--image-to-video"], "unrecognized arguments"),
@@ -917,6 +916,9 @@ def test_sections(monkeypatch, high):
     assert arms == ("eager", "fast", "high", "floor") and len(high) == 1
     ((_, _, _, arms, _),) = sections_of("forward", "--arms", "compiled,floor", "--quick")
     assert arms == ("eager", "fast", "floor")
+
+    ((_, _, _, arms, _),) = sections_of("step", "--high")
+    assert arms == ("eager", "fast", "high", "compiled")
 
     both, three = ["eager", "fast"], ["eager", "fast", "high"]
     medium, large = (512, 768, 121), (704, 1280, 121)

@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     )
     forward.add_argument("--batch-size", type=_at_least(1), default=1, metavar="N", help="rows (default: 1)")
     forward.add_argument("--guidance", choices=("cfg", "stg", "isolated"), default="cfg", help="default: %(default)s")
-    section("step", "the three guidance passes of a denoising step: eager, fast, compiled", model, clips, images, repeated)
+    section("step", "the three guidance passes of a denoising step: eager, fast, compiled", model, clips, images, tiers, repeated)
     section("small", "a forward so short that the host is the limit: eager, fast, and both as CUDA graphs", model, repeated)
     pipeline = section("pipeline", "one whole pipeline call, to the latents, with its guidance: eager, fast", model, clips, tiers)
     pipeline.add_argument(

@@ -148,7 +148,8 @@ def test_in_inference_mode_and_on_another_stream(model, context):
                 outputs = forward(model, kwargs)
                 torch.cuda.synchronize()
             assert_equal(outputs, stock)
-    assert calls.fast["norm1"] == 3 * len(model.transformer_blocks) - 1
+    # The first calls of the first two forwards verified: modulations for each token, then by index.
+    assert calls.fast["norm1"] == 3 * len(model.transformer_blocks) - 2
 
 
 def stacked(first: dict, second: dict) -> dict:
@@ -157,11 +158,15 @@ def stacked(first: dict, second: dict) -> dict:
 
 
 def test_passes_of_a_step_that_share_a_prefix(model):
-    """The STG pass starts where it differs from the CFG pass of its step, once that was seen to give its bits."""
+    """The STG pass starts where it differs from the CFG pass of its step, once that was seen to give its bits.
+
+    For that the latents must lie alike in memory; diffusers' pipelines hand in a view, see patches/latents.py.
+    """
     handle = ltx2_fastpath.enable(model)
     layers = len(model.transformer_blocks)
     for step in range(4):
         stg = models.inputs(model, **SMALL, guidance="stg", seed=2 * step)
+        stg["hidden_states"] = stg["hidden_states"].contiguous()
         cfg = stacked(models.inputs(model, **SMALL, seed=2 * step + 1), stg | dict(spatio_temporal_guidance_blocks=None))
         assert_equal(forward(model, cfg), stock_forward(model, cfg))
         with Calls(handle) as calls:

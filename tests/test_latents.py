@@ -1,0 +1,135 @@
+"""Quality "high": latents are laid out alike for all passes, so that the STG pass can start where it differs from the CFG one."""
+
+import pytest
+import setups
+import torch
+
+import ltx2_fastpath
+from ltx2_fastpath.bench import models
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("stand_ins", "any_width")]
+TOKENS, CHANNELS, WIDTH = 512, 128, 4096
+
+
+def view_of(tokens: torch.Tensor) -> torch.Tensor:
+    """`tokens` [B, S, C] as the pipelines pack them: channel by channel in memory."""
+    return tokens.mT.contiguous().mT
+
+
+def inputs(transformer, **options) -> dict:
+    """One row, whose latents are a view."""
+    kwargs = models.inputs(transformer, **setups.SMALL | options)
+    return kwargs | {name: view_of(kwargs[name]) for name in ("hidden_states", "audio_hidden_states")}
+
+
+def laid_out(kwargs) -> dict:
+    return kwargs | {name: kwargs[name].contiguous() for name in ("hidden_states", "audio_hidden_states")}
+
+
+def both_rows(kwargs) -> dict:
+    """The CFG pass of the same latents: two rows, which a concatenation has laid out token by token."""
+    doubled = {name: torch.cat([value, value]) if torch.is_tensor(value) else value for name, value in kwargs.items()}
+    assert doubled["hidden_states"].is_contiguous()
+    return doubled | dict(spatio_temporal_guidance_blocks=None)
+
+
+def high(transformer, kwargs):
+    with ltx2_fastpath.quality(transformer, "high"):
+        return setups.run(transformer, **kwargs)
+
+
+def laid(transformer) -> list[int]:
+    handle = ltx2_fastpath.api._handle_of(transformer)
+    return [handle.sites["latents"].fast, handle.sites["audio_latents"].fast]
+
+
+@pytest.mark.parametrize("guidance", ["cfg", "stg", "isolated"])
+def test_high_computes_what_stock_computes_of_latents_laid_out(guidance):
+    transformer = setups.tiny(dtype=torch.bfloat16)
+    kwargs = inputs(transformer, guidance=guidance)
+    assert not kwargs["hidden_states"].is_contiguous() and not kwargs["audio_hidden_states"].is_contiguous()
+    stock = setups.run(transformer, **kwargs)
+    ltx2_fastpath.enable(transformer)
+    with ltx2_fastpath.disabled(transformer):
+        expected = setups.run(transformer, **laid_out(kwargs))
+    assert not setups.equal(expected, stock)
+    for count in (1, 2):
+        assert setups.equal(high(transformer, kwargs), expected)
+        assert laid(transformer) == [count, count]
+        assert setups.equal(setups.run(transformer, **kwargs), stock)
+        assert not kwargs["hidden_states"].is_contiguous()  # the caller's tensors stay as they are
+    high(transformer, laid_out(kwargs))
+    assert laid(transformer) == [2, 2]
+
+
+def test_the_stg_pass_starts_late_in_high_and_not_where_stock_has_other_bits():
+    transformer = setups.tiny(dtype=torch.bfloat16)
+    stg = inputs(transformer, guidance="stg")
+    cfg = both_rows(stg)
+    stock = setups.run(transformer, **stg)
+    handle = ltx2_fastpath.enable(transformer)
+    prefix = handle.sites["guidance.prefix"]
+    for _ in range(4):
+        setups.run(transformer, **cfg)
+        assert setups.equal(setups.run(transformer, **stg), stock)
+    assert (prefix.fast, prefix.stock) == (0, 4)
+    assert "not bit-equal" in prefix.notes[0] and "in stock" in prefix.notes[0]
+    assert prefix._current.kept is None  # nothing is kept for a pass that it cannot serve
+
+    with ltx2_fastpath.disabled(transformer):
+        expected = setups.run(transformer, **laid_out(stg))
+    for _ in range(4):
+        high(transformer, cfg)
+        assert setups.equal(high(transformer, stg), expected)
+    assert prefix.fast == 2  # the first shows that there are such passes, the second verifies
+    setups.run(transformer, **cfg)
+    assert setups.equal(setups.run(transformer, **stg), stock) and prefix.fast == 2
+
+
+def test_a_pipeline_shares_its_prefix_in_high():
+    pipe = models.tiny_pipeline(dtype=torch.bfloat16)
+    stock = setups.generate(pipe, num_inference_steps=4)
+    handle = ltx2_fastpath.enable(pipe)
+    assert setups.equal(setups.generate(pipe, num_inference_steps=4), stock)
+    assert handle.sites["guidance.prefix"].fast == 0 and laid(pipe.transformer) == [0, 0]
+    with ltx2_fastpath.quality(pipe, "high"):
+        close = setups.generate(pipe, num_inference_steps=4)
+    assert handle.sites["guidance.prefix"].fast == 2
+    assert laid(pipe.transformer)[0] == 2 * 4  # the STG and the isolated pass of each step
+    assert not setups.equal(close, stock)
+    assert setups.equal(setups.generate(pipe, num_inference_steps=4), stock)
+
+
+def near(generator):
+    """Weights and biases as a trained layer has them."""
+    return torch.randn(WIDTH, CHANNELS, generator=generator) / CHANNELS**0.5, torch.randn(WIDTH, generator=generator) / 8
+
+
+def wide(generator):
+    """Rows of weights over 40 octaves, and biases of their size."""
+    scale = torch.exp2(torch.randint(-20, 21, (WIDTH, 1), generator=generator).float())
+    weight, bias = near(generator)
+    return weight * scale, bias * scale[:, 0]
+
+
+def large_bias(generator):
+    weight, bias = near(generator)
+    return weight, 64 * bias
+
+
+@pytest.mark.parametrize("layer", [near, wide, large_bias])
+def test_one_rounding_less_is_nearer_to_fp64_and_within_an_ulp(layer):
+    """The budget of the tier, for the only layer that reads the latents."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (x.bfloat16() for x in layer(generator))
+    x = torch.randn(1, TOKENS, CHANNELS, generator=generator).bfloat16()
+    two_roundings = torch.nn.functional.linear(view_of(x), weight, bias)
+    one_rounding = torch.nn.functional.linear(x, weight, bias)
+    product = x.double() @ weight.double().T
+    truth = product + bias.double()
+    errors = [(y.double() - truth).abs() for y in (two_roundings, one_rounding)]
+    assert not torch.equal(two_roundings, one_rounding)
+    assert errors[1].max() <= 2 * errors[0].max() and errors[1].mean() < errors[0].mean()
+    # In units of the larger of the product and the output: where they cancel, the output's own ULP says nothing of either.
+    ulp = torch.exp2(torch.floor(torch.log2(torch.maximum(product.abs(), truth.abs()))) - 7)
+    assert ((two_roundings.double() - one_rounding.double()).abs() / ulp).max() <= 1
