@@ -25,6 +25,8 @@ ARMS = {
     "fast": "fast path",
     "high": "fast path, high",
     "fast + compile": "fast path, compiled",
+    "eager as a graph": "stock as one CUDA graph",
+    "fast + graphs": "fast path, cuda_graphs=True",
     "floor": "floor",
 }
 

@@ -8,6 +8,8 @@ _COLOURS = {
     "fast": "#1a73e8",
     "high": "#9334e6",
     "fast + compile": "#8ab4f8",
+    "eager as a graph": "#5f6368",
+    "fast + graphs": "#174ea6",
     "floor": "#34a853",
 }
 
