@@ -7,8 +7,7 @@ from .ops import ada_values, gated_residual, gelu, head_gate, qk_norm_split_rope
 from .patches import ADA_EMBEDDINGS, ATTENTIONS, FEED_FORWARDS, ROPES
 from .patches.ada_embedding import DistinctTimesteps
 from .patches.graphs import Graphs
-from .patches.latents import Latents
-from .patches.masks import STREAMS, TextMask
+from .patches.high import STREAMS, Latents, TextMask
 from .patches.model import PrefixReuse
 from .patches.rope import TableCache
 

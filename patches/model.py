@@ -6,7 +6,7 @@ and an STG pass whose inputs are, by value, those of one row of the CFG pass sta
 
 It is off until a request has shown that it makes STG passes, until the prefix was run both ways at these shapes and gave the same
 bits, and wherever something watches the blocks that would be skipped. In lossless calls of diffusers' pipelines it does not give
-the same bits, in stock neither (latents.py says why).
+the same bits, in stock neither (high.py says why).
 """
 
 import copy
@@ -21,9 +21,8 @@ from torch.nn.modules import module as torch_module
 
 from ltx2_fastpath.first_sight import bits
 
+from . import high
 from .host import transformer_ltx2
-from .latents import lay_out
-from .masks import drop_idle
 from .survey import Survey
 
 # Arguments that only tell what is perturbed, or how the result is wrapped.
@@ -46,8 +45,9 @@ def make_forward(fast):
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         arguments.pop("self")
-        call = functools.partial(stock, self, *args, **kwargs)
-        if drop_idle(fast, arguments) | lay_out(fast, arguments):
+        call = functools.partial(stock, self, *args, **kwargs)  # as given: the host scales LoRAs by keyword arguments alone
+        if changes := high.changes(fast, arguments):
+            arguments |= changes
             call = functools.partial(stock, self, **arguments)
         if fast.cuda_graphs and fast.why_not(arguments["hidden_states"]) is None:
             survey = prefix.survey(self)
@@ -67,6 +67,8 @@ def make_forward(fast):
 class _Pass:
     """One forward on its way through the blocks; `at_block` is called by every block, in turn."""
 
+    skips = False  # whether the blocks before `at` need not run
+
     def __init__(self, at: int):
         self.at = at
         self.next = 0
@@ -78,8 +80,6 @@ class _Pass:
         if index == self.at:
             video, audio = self.arrive(video, audio)
         return self.skips and index < self.at, video, audio
-
-    skips = False
 
     def was_cut_short(self) -> bool:
         """Whether blocks were skipped and block `at` was the host's: another thread called `disable` on the way."""
@@ -233,7 +233,7 @@ class PrefixReuse:
             self._notes.add("the inputs or the weights were not those of a row of the pass before")
             return None
         rows = arguments["hidden_states"].shape[0]
-        video, audio = (state[chunk * rows : (chunk + 1) * rows] for state in (kept.video, kept.audio))
+        video, audio = (states[chunk * rows : (chunk + 1) * rows] for states in (kept.video, kept.audio))
         layouts = at, mine.before, _layout(arguments)
         signature = (chunk, kept.video.dtype, *layouts)
         if self._verified.get(signature):

@@ -86,11 +86,11 @@ def test_high_is_the_forward_without_masks_and_lossless_after_it_is_stock(transf
 
 def test_a_pipeline_looks_at_its_masks_once_for_all_steps(version, monkeypatch):
     """Once in the CFG passes of a prompt and once in the passes beside them: those have another mask."""
-    from ltx2_fastpath.patches import masks
+    from ltx2_fastpath.patches import high as patch
 
     looks = []
-    look = masks._all_attend
-    monkeypatch.setattr(masks, "_all_attend", lambda mask, dtype: looks.append(mask.shape) or look(mask, dtype))
+    look = patch._all_attend
+    monkeypatch.setattr(patch, "_all_attend", lambda mask, dtype: looks.append(mask.shape) or look(mask, dtype))
     pipe = models.tiny_pipeline(version)
     stock = setups.generate(pipe)
     ltx2_fastpath.enable(pipe)

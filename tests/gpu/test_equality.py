@@ -160,7 +160,7 @@ def stacked(first: dict, second: dict) -> dict:
 def test_passes_of_a_step_that_share_a_prefix(model):
     """The STG pass starts where it differs from the CFG pass of its step, once that was seen to give its bits.
 
-    For that the latents must lie alike in memory; diffusers' pipelines hand in a view, see patches/latents.py.
+    For that the latents must lie alike in memory; diffusers' pipelines hand in a view, see patches/high.py.
     """
     handle = ltx2_fastpath.enable(model)
     layers = len(model.transformer_blocks)

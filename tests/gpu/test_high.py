@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from diffusers.models.transformers import transformer_ltx2
-from ltx2_fastpath.patches.masks import TextMask
+from ltx2_fastpath.patches.high import TextMask
 
 import ltx2_fastpath
 from ltx2_fastpath.bench import models

@@ -1,9 +1,16 @@
-"""Text masks that mask nothing: dropped for requests of quality "high".
+"""What quality "high" changes in the arguments of the transformer's forward.
 
-The connectors put registers where a prompt is padded, so the masks that the pipelines hand in are all ones, and the host adds a
-bias of zeros to every logit of the text attention. Without a bias attention takes 376 instead of 605 µs at 14,080 video tokens
-and 1,024 text tokens (NVIDIA H200, bf16). It is another kernel: 0.14 % of its outputs differ. It is as near to
-fp64: largest and mean error are 1.85e-3 and 8.86e-5 with and without.
+Text masks that mask nothing are dropped. The connectors put registers where a prompt is padded, so the masks that the pipelines
+hand in are all ones, and the host adds a bias of zeros to every logit of the text attention. Without a bias attention takes 376
+instead of 605 µs at 14,080 video tokens and 1,024 text tokens (NVIDIA H200, bf16). It is another kernel: 0.14 % of its outputs
+differ. It is as near to fp64: largest and mean error are 1.85e-3 and 8.86e-5 with and without.
+
+Latents that lie channel by channel in memory are laid out token by token. The pipelines pack latents [B, C, F, H, W] into a view
+[B, S, C] that copies nothing. For two prompts they concatenate it, which lays it out token by token, but the passes beside that
+one (STG, isolated) get the view. torch multiplies and adds the bias in one step where the input is contiguous, and in two, with a
+rounding in between, where it is not. So in stock the STG pass has other bits than the row of the CFG pass from the first layer
+on, and no block can be shared. Laid out alike they can: a guided step of LTX-2.3 then skips 28 blocks. One rounding less moves an
+output by a bf16 ULP at most, and nearer to fp64.
 """
 
 import torch
@@ -12,19 +19,41 @@ from torch.utils.weak import WeakTensorKeyDictionary
 STREAMS = ("", "audio_")
 
 
-def drop_idle(fast, arguments: dict) -> bool:
-    """Set to None what masks nothing in the `arguments` of the transformer's forward. -> whether there was any"""
-    dropped = False
-    if fast.tier == "high":
-        for stream in STREAMS:
-            name = f"{stream}encoder_attention_mask"
-            mask, hidden, text = (arguments[key] for key in (name, f"{stream}hidden_states", f"{stream}encoder_hidden_states"))
-            if mask is None or fast.why_not(hidden) is not None:
-                continue
-            if fast.sites[f"{stream}text.mask"].is_idle(mask, hidden, text):
-                arguments[name] = None
-                dropped = True
-    return dropped
+def changes(fast, arguments: dict) -> dict:
+    """Those of the `arguments` of the transformer's forward, by name, that are others where this thread computes with "high"."""
+    changed: dict = {}
+    if fast.tier != "high":
+        return changed
+    for stream in STREAMS:
+        names = f"{stream}hidden_states", f"{stream}encoder_hidden_states", f"{stream}encoder_attention_mask"
+        hidden, text, mask = (arguments[name] for name in names)
+        if fast.why_not(hidden) is not None:
+            continue
+        if mask is not None and fast.sites[f"{stream}text.mask"].is_idle(mask, hidden, text):
+            changed[names[2]] = None
+        if not hidden.is_contiguous():
+            changed[names[0]] = fast.sites[f"{stream}latents"].laid_out(hidden)
+    return changed
+
+
+class Latents:
+    """How often the latents of one stream were laid out.
+
+    Attributes:
+        site: its name in reports; fast: forwards whose latents were laid out token by token; stock: 0; notes: that.
+    """
+
+    stock = 0
+    notes = ["laid out token by token, as in the CFG pass"]
+
+    def __init__(self, site: str):
+        self.site = site
+        self.fast = 0
+
+    def laid_out(self, latents):
+        """`latents` [B, S, C] as a contiguous tensor."""
+        self.fast += 1
+        return latents.contiguous()
 
 
 class TextMask:
