@@ -12,7 +12,6 @@ import torch
 
 from ltx2_fastpath.ops import head_gate as gate_op
 from ltx2_fastpath.ops import qk_norm_split_rope as qk_op
-from ltx2_fastpath.ops.numerics import DEVICE_TYPES, DTYPES
 
 from .host import transformer_ltx2
 
@@ -27,11 +26,8 @@ def make_forward(fast, name):
     qk_site = fast.sites[f"{name}.qk_norm_split_rope"]
     rope_site = fast.sites[f"{name}.split_rope"]
     gate_site = fast.sites[f"{name}.head_gate"]
-    prepared_mask = _MaskPreparation()
 
-    def normed_and_rotated(norm_q, norm_k, query, key, query_rotary_emb, key_rotary_emb):
-        if torch.compiler.is_compiling():
-            return qk_op.traced(qk_site, norm_q, norm_k, query, key, query_rotary_emb, key_rotary_emb)
+    def fused_norm_and_rotate(norm_q, norm_k, query, key, query_rotary_emb, key_rotary_emb):
         if key_rotary_emb is None:
             key_rotary_emb = query_rotary_emb
         if qk_op.is_plain(norm_q, query) and qk_op.is_plain(norm_k, key):
@@ -40,6 +36,13 @@ def make_forward(fast, name):
         if query_rotary_emb is None:
             return query, key
         return rope_site(None, None, query, key, query_rotary_emb, key_rotary_emb)
+
+    def traced_norm_and_rotate(*args):
+        return qk_op.traced(qk_site, *args)
+
+    # In a compiled graph QK-norm + RoPE is one opaque op, and the rest is left to Inductor.
+    steps = _MaskPreparation(), fused_norm_and_rotate, gate_site
+    traced_steps = _prepare_mask, traced_norm_and_rotate, gate_op.eager
 
     @functools.wraps(stock)
     def forward(
@@ -67,10 +70,10 @@ def make_forward(fast, name):
                 self, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb, key_rotary_emb, **kwargs
             )  # fmt: skip
 
+        prepare_mask, norm_and_rotate, gate_heads = traced_steps if tracing else steps
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         if attention_mask is not None:
-            prepare = _prepared_mask if tracing else prepared_mask
-            attention_mask = prepare(self, attention_mask, source)
+            attention_mask = prepare_mask(self, attention_mask, source)
         modules = self._modules  # read directly: an attribute of a module costs 0.5 µs, and there are 2,600 in a forward
         gate_logits = None if modules.get("to_gate_logits") is None else modules["to_gate_logits"](hidden_states)
 
@@ -86,7 +89,7 @@ def make_forward(fast, name):
             value = modules["to_v"](source) if perturbable else None
             query, key = modules["to_q"](hidden_states), modules["to_k"](source)
             value = modules["to_v"](source) if value is None else value
-            query, key = normed_and_rotated(modules["norm_q"], modules["norm_k"], query, key, query_rotary_emb, key_rotary_emb)
+            query, key = norm_and_rotate(modules["norm_q"], modules["norm_k"], query, key, query_rotary_emb, key_rotary_emb)
             out = transformer_ltx2.dispatch_attention_fn(
                 _by_head(query, self.heads),
                 _by_head(key, self.heads),
@@ -103,8 +106,7 @@ def make_forward(fast, name):
                 out = out.flatten(2, 3).to(query.dtype)
 
         if gate_logits is not None:
-            gated = gate_op.eager if tracing else gate_site
-            out = gated(out if out.ndim == 4 else _by_head(out, self.heads), gate_logits)
+            out = gate_heads(out if out.ndim == 4 else _by_head(out, self.heads), gate_logits)
         projection, dropout = modules["to_out"]
         return dropout(projection(out))
 
@@ -112,11 +114,9 @@ def make_forward(fast, name):
 
 
 def _why_not_traced(fast, attention, hidden_states):
-    """Why a compiled graph holds the host's attention instead of ours, in which QK-norm + RoPE is one opaque op."""
-    if hidden_states.device.type not in DEVICE_TYPES or hidden_states.dtype not in DTYPES:
-        return "no kernel for these hidden states"
-    if not qk_op.traceable(attention.norm_q, attention.norm_k, attention.inner_dim, attention.heads):
-        return "norms or widths that the kernels do not take"
+    """Why a compiled graph holds the host's attention instead of ours."""
+    if not qk_op.traceable(attention.norm_q, attention.norm_k, hidden_states, attention.inner_dim, attention.heads):
+        return "norms, widths or hidden states that the kernels do not take"
     return fast.why_not_traced(hidden_states)
 
 
@@ -125,7 +125,7 @@ def _by_head(x, heads):
     return x.view(*x.shape[:2], heads, -1)
 
 
-def _prepared_mask(attention, mask, source):
+def _prepare_mask(attention, mask, source):
     """The host's: [B, heads, 1 or S, S_k]"""
     batch, tokens, _ = source.shape
     prepared = attention.prepare_attention_mask(mask, tokens, batch)
@@ -147,7 +147,7 @@ class _MaskPreparation(threading.local):
         kept, kept_key, prepared = self._last
         if kept is mask and key is not None and kept_key == key:
             return prepared
-        prepared = _prepared_mask(attention, mask, source)
+        prepared = _prepare_mask(attention, mask, source)
         if prepared.shape[2] == 1:
             self._last = (mask, key, prepared)
         return prepared

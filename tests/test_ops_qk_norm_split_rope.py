@@ -459,9 +459,10 @@ def test_custom_op_is_its_site(normal, stand_ins, site_is_there):
 
 
 def test_traceable(normal):
-    norm = make_norm(normal, 1024)
-    assert op.traceable(norm, norm, 1024, 8) and op.traceable(norm, norm, 1024, 16)
-    assert not op.traceable(norm, norm, 1024, 32)  # heads of 32
-    assert not op.traceable(norm, norm, 512, 4)
+    norm, x = make_norm(normal, 1024), normal(1, 2, 1024)
+    assert op.traceable(norm, norm, x, 1024, 8) and op.traceable(norm, norm, x, 1024, 16)
+    assert not op.traceable(norm, norm, x, 1024, 32)  # heads of 32
+    assert not op.traceable(norm, norm, x, 512, 4)
+    assert not op.traceable(norm, norm, x.double(), 1024, 8) and not op.traceable(norm, norm, x.to("meta"), 1024, 8)
     for other in (hooked(make_norm(normal, 1024)), Subclass(1024, eps=1e-6), torch.nn.RMSNorm(1024), torch.nn.LayerNorm(1024)):
-        assert not op.traceable(norm, other, 1024, 8)
+        assert not op.traceable(norm, other, x, 1024, 8)

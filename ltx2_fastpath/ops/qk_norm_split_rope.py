@@ -334,11 +334,12 @@ def _(site, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k):
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
 
 
-def traceable(norm_q, norm_k, width: int, heads: int) -> bool:
-    """Whether `traced` takes rows of `width` elements and these norms. To be asked while Dynamo traces."""
+def traceable(norm_q, norm_k, x, width: int, heads: int) -> bool:
+    """Whether `traced` takes these norms and rows of `width` elements, of x's dtype and device. Asked while Dynamo traces."""
     norms = (norm_q, norm_k)
     plain = all(type(norm) is torch.nn.RMSNorm and norm.weight is not None and norm.eps is not None for norm in norms)
-    return plain and width % CUDA_CHUNK == 0 and width // heads in HEAD_DIMS and all(map(is_untouched, norms))
+    known = x.device.type in DEVICE_TYPES and x.dtype in DTYPES and width % CUDA_CHUNK == 0 and width // heads in HEAD_DIMS
+    return known and plain and all(map(is_untouched, norms))
 
 
 def traced(site, norm_q, norm_k, q, k, rope_q, rope_k=None):
