@@ -205,11 +205,11 @@ def _refusal_of_side(side, norm, x, rope, other) -> str | None:
     if x.numel() == 0:
         return f"{side}: empty"
     if norm is not None:
-        key = norm_key(norm)
-        if key is None:
+        weight = _readable_weight(norm)
+        if weight is None:
             return f"norm_{side}: not a plain torch.nn.RMSNorm with a weight, so it is called"
-        if norm.weight.dtype != x.dtype or norm.weight.device != x.device or norm.weight.numel() != x.shape[2]:
-            return f"norm_{side}: weight is {norm.weight.dtype} on {norm.weight.device}, {side} {x.dtype} on {x.device}"
+        if weight.dtype != x.dtype or weight.device != x.device or weight.numel() != x.shape[2]:
+            return f"norm_{side}: weight is {weight.dtype} on {weight.device}, {side} {x.dtype} on {x.device}"
     if rope is None:
         return None
     if isinstance(rope, Rope):
@@ -269,40 +269,35 @@ def rehearsals(norm_q, norm_k, q, k, rope_q, rope_k):
 
 def launch(implementation, norm_q, norm_k, q, k, rope_q, rope_k):
     """Launch without checks; `refusal` must have returned None for this layout."""
+    (batch, tokens_q, width), tokens_k = q.shape, k.shape[1]
     weight_q, eps_q = (None, 0.0) if norm_q is None else (norm_q.weight, norm_q.eps)
     weight_k, eps_k = (None, 0.0) if norm_k is None else (norm_k.weight, norm_k.eps)
+    head_dim = HEAD_DIMS[-1] if rope_q is None else width // _heads(rope_q)
     compact = implementation == "cuda" and _rows_a_token(rope_q) == _rows_a_token(rope_k) > 0
-    tables = (*_tables(rope_q, compact), *_tables(rope_k, compact))
-    head_dim = HEAD_DIMS[-1] if rope_q is None else q.shape[2] // _heads(rope_q)
-    return _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, rope_q is rope_k, eps_q, eps_k)
-
-
-def _launch(implementation, q, k, weight_q, weight_k, tables, head_dim, same_tables, eps_q, eps_k):
-    cos_q, sin_q, _, rows_q, cos_k, sin_k, _, _ = tables
-    (batch, tokens_q, width), tokens_k = q.shape, k.shape[1]
+    cos_q, sin_q, columns_q, rows_q = _tables(rope_q, compact)
+    cos_k, sin_k, columns_k, rows_k = _tables(rope_k, compact)
     out_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     out_k = torch.empty_like(k, memory_format=torch.contiguous_format)
-    norm = weight_q is not None
-    strides = (0, 0, 0, 0, 0, 0)
-    if cos_q is not None and rows_q is None:
-        strides = (*cos_q.stride()[:3], *cos_k.stride()[:3])
+    norm, rope = norm_q is not None, rope_q is not None
+    strides = (*cos_q.stride()[:3], *cos_k.stride()[:3]) if rope and not compact else (0, 0, 0, 0, 0, 0)
     tensors = (q, k, weight_q, weight_k, out_q, out_k)
     sizes = (tokens_q, tokens_k, *q.stride()[:2], *k.stride()[:2], *strides)
     with on_device(q):
         if implementation == "cuda":
             if width % CUDA_CHUNK:
                 raise ValueError(f"q: width {width} is not a multiple of {CUDA_CHUNK}, which the CUDA kernel needs")
-            kind = NO_ROPE if cos_q is None else FULL if rows_q is None else (ONE_ROW, ROW_AND_COLUMNS)[len(rows_q) - 1]
-            paired = same_tables and kind != NO_ROPE and tokens_q == tokens_k
+            kind = (FULL, ONE_ROW, ROW_AND_COLUMNS)[len(rows_q) if compact else 0] if rope else NO_ROPE
+            paired = rope and rope_q is rope_k and tokens_q == tokens_k
             parameters = (q.dtype, width, head_dim, norm, kind, paired)
             blocks = (tokens_q if paired else tokens_q + tokens_k, batch)
+            tables = (cos_q, sin_q, columns_q, rows_q, cos_k, sin_k, columns_k, rows_k)
             ints = [*cuda.addresses(*tensors, *tables), *sizes]
             cuda.launch(q.device, "qk_norm_split_rope", parameters, blocks, 128, ints, (eps_q, eps_k))
         else:
             # More warps make the split trees shuffle through shared memory: 25,000 µs at 8 against 115 at 4.
             _qk_norm_split_rope_kernel[(batch * (tokens_q + tokens_k),)](
                 *tensors, cos_q, sin_q, cos_k, sin_k, batch, *sizes, eps_q, eps_k,
-                width, head_dim, norm, cos_q is not None, HALVES, num_warps=4, enable_fp_fusion=False,
+                width, head_dim, norm, rope, HALVES, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
     return out_q, out_k
 
@@ -347,8 +342,8 @@ def traced(site, norm_q, norm_k, q, k, rope_q, rope_k=None):
 
     Without `rope_k` k takes q's tables; that two tuples are the same one cannot be traced.
 
-    Measured beside Inductor's own code for this (H200, 12 layers of LTX-2.3): a compiled forward takes 90.3 instead of 91.5 ms at
-    512x768x121 and 238.0 instead of 243.9 at 704x1280x121.
+    Measured beside Inductor's own code for this (H200, LTX-2.3): a compiled forward takes 348.9 instead of 367.5 ms at
+    512x768x121 and 936.1 instead of 967.6 at 704x1280x121.
     """
     cos_q, sin_q = rope_q or (None, None)
     cos_k, sin_k = rope_k or (None, None)
