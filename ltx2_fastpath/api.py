@@ -34,12 +34,14 @@ class FastPath:
 
     Attributes:
         quality: that of the requests that do not choose another by the context `quality`.
+        cuda_graphs: whether whole forwards are replayed as CUDA graphs.
         active: whether the patches are in place and the switch is on.
         reason: why nothing was changed, or None.
         sites: the `FirstSight` of every place where an op stands, by name.
         skipped: modules that could not be patched, with the reason; the others are fast.
         audio_stream: whether audio runs on a CUDA stream of its own beside the video; set it to False for a profile whose kernels
             do not overlap. The bits are the same.
+        stock_calls: {(place, reason): calls} in which a patched forward took the stock path.
     """
 
     def __init__(self, transformer: torch.nn.Module, quality: str):
@@ -112,7 +114,7 @@ class FastPath:
         return self.why_not_traced(x) or _why_not_device(x.device, x.dtype)
 
     def why_not_traced(self, x: torch.Tensor) -> str | None:
-        """The same for code that Dynamo follows into a compiled graph, and but for the device."""
+        """`why_not` for code that Dynamo follows into a compiled graph; device and dtype are for the caller to look at."""
         if not self.active:
             return "switched off by disable()"
         if self._thread.disabled:
@@ -303,8 +305,9 @@ def quality(pipe, name: str):
     """Within the block, and in this thread only, `pipe` computes with quality `name`. Can be nested; restores on exceptions.
 
     "lossless": the bits of stock. "high": also what is not bit-exact, but in each place within a bf16 ULP of the eager chain and
-    as near to fp64. So far that is one thing: a text mask that masks nothing is dropped. A no-op where `pipe` is not enabled or
-    computes the stock way, and in a transformer that is compiled as a whole (compiled blocks take part).
+    at most twice as far from fp64. So far these are two things: text masks that mask nothing are dropped, and latents are laid
+    out alike for all guidance passes. A no-op where `pipe` is not enabled or computes the stock way, and in a transformer that
+    is compiled as a whole (compiled blocks take part).
 
     Raises:
         TypeError: `pipe` has no LTX-2 transformer.

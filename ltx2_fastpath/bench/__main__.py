@@ -166,10 +166,8 @@ def _sections(options, clips, results: dict, meter, progress, save: Callable[[],
         arms, passes, clips = forward.SMALL_ARMS, {"cfg": 1}, [forward.SMALL_CLIP]
     if options.quick:
         arms = tuple(arm for arm in arms if arm not in forward.COMPILED_ARMS)
-
     if high:
         arms = *arms[:2], forward.HIGH, *arms[2:]
-
     transformer, notes = _build(options, clips, max(passes.values()), progress)
     instances = forward.instances_of(transformer, high=high)
     for clip in clips:

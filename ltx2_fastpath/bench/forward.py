@@ -115,7 +115,7 @@ def measure(
     The difference of a compiled arm or of `high` from stock is reported, not judged.
     """
     inputs = _inputs(instances.stock, clip, passes, image_to_video)
-    hidden, audio = (next(iter(inputs.values()))[name] for name in ("hidden_states", "audio_hidden_states"))
+    hidden, audio = (next(iter(inputs.values()))[name] for name in _LATENTS)
     section |= {
         "clip": str(clip),
         "video_tokens": hidden.shape[1],

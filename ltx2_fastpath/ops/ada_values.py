@@ -106,7 +106,7 @@ def rehearsals(*pairs):
     return ()
 
 
-def launch(order, *pairs):
+def launch(candidate, *pairs):
     """Launch without checks; `refusal` must have returned None for this layout."""
     buffer = _launch([table for table, _ in pairs], [_rows(temb) for _, temb in pairs])
     values, start = [], 0

@@ -1,4 +1,4 @@
-// GELU of 16-bit values by table. gelu.py holds the contract. The table covers magnitudes (a value's bits without the sign) from `low`
+// GELU of bf16 values by table. gelu.py holds the contract. The table covers magnitudes (a value's bits without the sign) from `low`
 // up to `high`, positive values first; beyond it GELU is x/2, x or 0 exactly. Eight values a thread and step.
 
 template <int SIZE>
