@@ -34,12 +34,13 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
+# Custom ops take no Python objects, so compiled graphs name sites by number; not by id(), which comes again once a site is gone.
 _numbers = itertools.count()
 _by_number: "weakref.WeakValueDictionary[int, FirstSight]" = weakref.WeakValueDictionary()
 
 
 def numbered(number: int) -> "FirstSight | None":
-    """The site of that `number`, by which compiled graphs name it; None if its transformer is gone or was disabled since."""
+    """The site of that `number`; None if its transformer is gone or was disabled since."""
     return _by_number.get(number)
 
 

@@ -257,6 +257,8 @@ class PrefixReuse:
 
 
 class _Passing:
+    """The context of one forward: its `plan` is what the blocks ask, and what it kept is there for the pass after it."""
+
     def __init__(self, prefix, plan):
         self.prefix = prefix
         self.plan = plan

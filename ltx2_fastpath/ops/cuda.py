@@ -44,6 +44,10 @@ def launch(
 
     `blocks` are the grid's, along x and y. `parameters` are the template's: a torch dtype, ints and bools. The kernel's arguments
     are `ints` (addresses, or long long), then `doubles`.
+
+    Raises:
+        ValueError: more batch rows than a grid has room for along y.
+        RuntimeError: the driver refuses the launch; the message has its status.
     """
     if blocks[1] > _MOST_BATCH_ROWS:
         raise ValueError(f"{kernel}: a batch of {blocks[1]} rows; a grid has room for {_MOST_BATCH_ROWS}")
