@@ -162,7 +162,9 @@ def _kernels(section: dict) -> str:
         if large:
             speeds, shares = [row["speed_up"] for row in large], [100 * row["copy_share"] for row in large]
             cells = [_range(speeds, "{:.1f}", "×"), _range(shares, "{:.0f}", " %")]
-        lines.append([operation, f"equal at {equal} of {len(rows)}", str(len(large)), *cells])
+        judged = sum(row["equal"] is not None for row in rows)  # the others are left to torch, and their rows say why
+        bits = f"equal at {equal} of {judged}" if judged else "-"
+        lines.append([operation, bits, str(len(large)), *cells])
     head = (
         f"Fused operations, {section['dtype']}, L2 cold, at shapes of {LARGE:,} rows and more where there are any;"
         f" a large copy moves {section['copy_gb_s']:,.0f} GB/s:"

@@ -47,6 +47,11 @@ Traceback (most recent call last):
 TypeError: expected a pipeline with an LTX2VideoTransformer3DModel, or that model, but found str
 """
 
+from pathlib import Path as _Path
+
+if not (_Path(__file__).parent / "patches").is_dir():
+    __path__.append(str(_Path(__file__).parent.parent))  # a checkout that is not installed: patches lies beside this folder
+
 from .api import FastPath, disable, disabled, enable, quality, report
 
 __version__ = "0.1.0"

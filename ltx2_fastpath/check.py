@@ -325,7 +325,7 @@ def problems(found: dict) -> list[tuple[str, str]]:
     if not at["triton_cache_writable"]:
         listed.append(("Triton's cache folder cannot be written to", "Set TRITON_CACHE_DIR to a folder that can."))
     if at["cuda-core"] is None and at["cuda"]:
-        wheel = "'cuda-core[cu12]'" if at["cuda"].startswith("12.") else "'ltx2_fastpath[cuda]'"
+        wheel = "'cuda-core[cu12]'" if at["cuda"].startswith("12.") else "'cuda-core[cu13]'"
         listed.append(
             (
                 "cuda.core is not installed, so the kernels run in their Triton form, and GELU as in stock",
@@ -365,7 +365,7 @@ def _after_error(note: str) -> str:
     if "OutOfMemory" in note or "too little GPU memory" in note:
         return "Free GPU memory (this check needs a few GB) and run it again."
     if "compiler" in note:
-        return "Install a C compiler (Triton builds a launcher with it), or 'ltx2_fastpath[cuda]'."
+        return "Install a C compiler (Triton builds a launcher with it), or 'cuda-core[cu13]'."
     return f"Results are not affected, only speed. {_REPORT}"
 
 

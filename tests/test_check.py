@@ -100,7 +100,7 @@ def test_machine_with_everything():
     assert "What to do" not in text
 
 
-@pytest.mark.parametrize("cuda, wheel", [("13.0", "'ltx2_fastpath[cuda]'"), ("12.8", "'cuda-core[cu12]'")])
+@pytest.mark.parametrize("cuda, wheel", [("13.0", "'cuda-core[cu13]'"), ("12.8", "'cuda-core[cu12]'")])
 def test_without_cuda_core_the_fast_path_is_active_in_triton_and_the_extra_is_named(cuda, wheel):
     operations = judged("RMSNorm + modulate", tried(check.TRITON)), judged(check.GELU, tried(None, False, "cuda.core is missing"))
     found = findings_of(*operations, **{"cuda-core": None, "cuda": cuda})

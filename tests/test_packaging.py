@@ -128,3 +128,21 @@ def test_installed_machine_check_runs(clean_python, tmp_path):
     found = json.loads(done.stdout)
     assert done.returncode == (0 if found["outcome"]["active"] else 1)
     assert found["environment"]["ltx2_fastpath"] == ltx2_fastpath.__version__
+
+
+IN_A_CHECKOUT = """
+import ltx2_fastpath
+from ltx2_fastpath.bench import models
+handle = ltx2_fastpath.enable(models.tiny_transformer("2.3"))
+import ltx2_fastpath.patches
+print(handle.active, ltx2_fastpath.__file__, ltx2_fastpath.patches.__file__)
+"""
+
+
+def test_in_the_folder_of_a_checkout_that_is_not_installed(tmp_path):
+    """Python finds the sources before any installed package, and patches lie beside them."""
+    for name in ("ltx2_fastpath", "patches"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    active, package, patches = command(sys.executable, "-c", IN_A_CHECKOUT, cwd=tmp_path, TRITON_INTERPRET="1").split()
+    assert active == "True"
+    assert (package, patches) == (str(tmp_path / "ltx2_fastpath/__init__.py"), str(tmp_path / "patches/__init__.py"))

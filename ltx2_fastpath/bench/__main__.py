@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
     main = argparse.ArgumentParser(
         prog="python -m ltx2_fastpath.bench",
-        description=__doc__ + "\nWithout a SECTION: forward.",
+        description=__doc__ + "\nWithout arguments: forward.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
