@@ -26,7 +26,11 @@ class _Thread(threading.local):
 
     def __init__(self):
         self.disabled = 0  # contexts of `disabled` that it is in
-        self.quality: str | None = None
+        self.qualities: tuple[str, ...] = ()  # that of each context of `quality` that it is in, the innermost last
+
+
+class _Chosen(str):
+    """A quality, told from the same one chosen by another context by its identity."""
 
 
 class FastPath:
@@ -105,7 +109,8 @@ class FastPath:
     @property
     def tier(self) -> str:
         """The quality that this thread computes with."""
-        return self._thread.quality or self.quality
+        chosen = self._thread.qualities
+        return chosen[-1] if chosen else self.quality
 
     def why_not(self, x: torch.Tensor) -> str | None:
         """Why a call on `x` takes the stock path; None if it takes the fast one. Reads metadata only."""
@@ -294,10 +299,11 @@ def disabled(pipe):
         yield
         return
     fast._thread.disabled += 1
+    entered = vars(fast._thread)  # a generator may leave the context in another thread than the one that entered it
     try:
         yield
     finally:
-        fast._thread.disabled -= 1
+        entered["disabled"] -= 1
 
 
 @contextlib.contextmanager
@@ -318,11 +324,13 @@ def quality(pipe, name: str):
     if fast is None:
         yield
         return
-    outer, fast._thread.quality = fast._thread.quality, name
+    mine = _Chosen(name)
+    fast._thread.qualities += (mine,)
+    entered = vars(fast._thread)  # as in `disabled`; and contexts of generators and coroutines need not end in turn
     try:
         yield
     finally:
-        fast._thread.quality = outer
+        entered["qualities"] = tuple(chosen for chosen in entered["qualities"] if chosen is not mine)
 
 
 def report(pipe) -> Report:

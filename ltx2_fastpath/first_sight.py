@@ -34,13 +34,13 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-# Custom ops take no Python objects, so compiled graphs name sites by number; not by id(), which comes again once a site is gone.
-_numbers = itertools.count()
+# Custom ops take no Python objects, so compiled graphs name sites by number. Numbers that have become free are given again: a
+# graph is looked up in Inductor's caches with the number in it, and one that always grew would never be found.
 _by_number: "weakref.WeakValueDictionary[int, FirstSight]" = weakref.WeakValueDictionary()
 
 
 def numbered(number: int) -> "FirstSight | None":
-    """The site of that `number`; None if its transformer is gone or was disabled since."""
+    """The site that has `number` now, if any: of the transformer for which a graph was made, or of a later one."""
     return _by_number.get(number)
 
 
@@ -64,7 +64,7 @@ class FirstSight:
         self.fast = 0
         self.stock = 0
         self._warned = set() if warned is None else warned
-        self.number = next(_numbers)
+        self.number = next(number for number in itertools.count() if number not in _by_number)
         _by_number[self.number] = self
 
     @property

@@ -68,8 +68,8 @@ class TextMask:
         self.fast = 0
         self.stock = 0
         self._notes: set[str] = set()
-        # {mask: (version, dtype, whether it is idle)}. By identity: an address can come to mean other values. A mask takes its
-        # verdict along when it goes, and the pipelines keep theirs for all steps.
+        # {mask: ((version, address, dtype), whether it is idle)}. By identity: an address can come to mean other values. A mask
+        # takes its verdict along when it goes, and the pipelines keep theirs for all steps.
         self._verdicts = WeakTensorKeyDictionary()
 
     @property
@@ -91,11 +91,12 @@ class TextMask:
     def _masks_nothing(self, mask, dtype) -> bool:
         if mask.is_inference():  # it has no version counter to tell that its values have changed
             return _all_attend(mask, dtype)
-        version = mask._version
+        # What is written past both (`mask.data[...] = 0`, `mask.numpy()[...] = 0`) nobody can see without looking.
+        seen = mask._version, mask.data_ptr(), dtype
         known = self._verdicts.get(mask)
-        if known is None or known[:2] != (version, dtype):
-            known = self._verdicts[mask] = version, dtype, _all_attend(mask, dtype)
-        return known[2]
+        if known is None or known[0] != seen:
+            known = self._verdicts[mask] = seen, _all_attend(mask, dtype)
+        return known[1]
 
 
 def _why_unreadable(mask, hidden, text) -> str | None:

@@ -101,6 +101,7 @@ class _Keep(_Pass):
         self.arguments = {
             name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in arguments.items()
         }
+        self.layout = _layout(arguments)
         self.state = state
         self.video = self.audio = None
 
@@ -234,7 +235,7 @@ class PrefixReuse:
             return None
         rows = arguments["hidden_states"].shape[0]
         video, audio = (states[chunk * rows : (chunk + 1) * rows] for states in (kept.video, kept.audio))
-        layouts = at, mine.before, _layout(arguments)
+        layouts = at, kept.layout, _layout(arguments)
         signature = (chunk, kept.video.dtype, *layouts)
         if self._verified.get(signature):
             self.fast += 1

@@ -5,6 +5,7 @@ Models too narrow for the kernels compile to the host's graph, operation for ope
 
 import copy
 
+import accelerate
 import pytest
 import setups
 import torch
@@ -249,3 +250,61 @@ def test_inductor_differs_from_eager_no_more_than_without_us(stand_ins):
         errors[name] = max((a - b).abs().max().item() for a, b in zip(outputs, expected))
     assert wide.launches["qk_norm_split_rope"] == ATTENTIONS
     assert 0 < errors["ours"] <= 2 * errors["stock"] < 1e-4
+
+
+def test_hooks_removed_before_compiling(wide):
+    """They leave a bound forward in every module, norms included."""
+    for transformer in (wide.stock.transformer, wide.ours.transformer):
+        accelerate.cpu_offload(transformer, "cpu")
+        accelerate.hooks.remove_hook_from_module(transformer, recurse=True)
+        assert "forward" in vars(transformer.transformer_blocks[0].attn1.norm_q)
+    enable(wide.ours)
+    counter = compile_blocks(wide.ours)
+    for _ in range(2):
+        assert wide.check() == {"qk_norm_split_rope": ATTENTIONS * LAYERS}
+    assert counter.frame_count == 1
+
+
+def test_norm_replaced_or_moved_after_compiling(wide):
+    """What stock would see of a norm, a compiled block with the opaque op must see too."""
+    enable(wide.ours)
+    compile_blocks(wide.ours)
+    compile_blocks(wide.stock)
+    wide.check()
+    for transformer in (wide.stock.transformer, wide.ours.transformer):
+        transformer.transformer_blocks[1].attn1.norm_q.forward = lambda x: x * 5
+    wide.check()
+    errors = []
+    for transformer in (wide.stock.transformer, wide.ours.transformer):
+        transformer.transformer_blocks[2].attn1.norm_q.to("meta")
+        with pytest.raises(Exception) as raised:
+            setups.step(transformer)
+        errors.append(raised.type)
+    assert errors[0] is errors[1]
+
+
+def test_attentions_compiled_one_by_one(stand_ins):
+    """Their blocks are not compiled, so they are given tables that remember whether they were unpacked."""
+    both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny(num_layers=3)))
+    enable(both.ours)
+    frames = []
+    for pipe in (both.stock, both.ours):
+        counter = CompileCounter()
+        for block in pipe.transformer.transformer_blocks:
+            for name in ("attn1", "audio_attn1", "audio_to_video_attn", "video_to_audio_attn"):
+                getattr(block, name).compile(backend=counter)
+        frames.append(counter)
+    for _ in range(3):
+        both.check()
+    assert frames[0].frame_count == frames[1].frame_count
+
+
+def test_export_holds_nothing_of_us(wide):
+    """What is exported is for processes that do not know our op."""
+    enable(wide.ours)
+    attention = wide.ours.transformer.transformer_blocks[0].attn1
+    hidden, rope = torch.randn(1, 6, 1024), (torch.randn(1, 8, 6, 64), torch.randn(1, 8, 6, 64))
+    with torch.no_grad():
+        exported = torch.export.export(attention, (hidden,), dict(query_rotary_emb=rope), strict=True)
+    assert len(list(exported.graph.nodes)) > 20
+    assert not [node for node in exported.graph.nodes if "ltx2_fastpath" in str(node.target)]

@@ -1,16 +1,27 @@
 """FirstSight: does a kernel that is not exact, or fails, ever reach a result?"""
 
+import gc
 import logging
 import types
 
 import pytest
 import torch
 
-from ltx2_fastpath.first_sight import FirstSight, same_bits
+from ltx2_fastpath.first_sight import FirstSight, numbered, same_bits
 
 
 def eager(x):
     return x * 2 + 1
+
+
+def test_numbers_name_sites_and_come_again():
+    first, second = FirstSight("first", None), FirstSight("second", None)
+    number = first.number
+    assert numbered(number) is first and numbered(second.number) is second and number != second.number
+    del first
+    gc.collect()
+    assert numbered(number) is None
+    assert FirstSight("third", None).number <= number
 
 
 def make_op(*, kernels=None, refusal=None, rehearsals=()):

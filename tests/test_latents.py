@@ -86,6 +86,25 @@ def test_the_stg_pass_starts_late_in_high_and_not_where_stock_has_other_bits():
     assert setups.equal(setups.run(transformer, **stg), stock) and prefix.fast == 2
 
 
+def test_what_was_kept_counts_and_not_the_pass_before():
+    """A pass that keeps nothing, as one with the fast path off, may lie between the one that did and the STG pass."""
+    transformer = setups.tiny(dtype=torch.bfloat16)
+    view = inputs(transformer, guidance="stg")
+    stg = laid_out(view)
+    cfg = both_rows(view)
+    of_views = cfg | {name: view_of(cfg[name]) for name in ("hidden_states", "audio_hidden_states")}
+    stock = setups.run(transformer, **stg)
+    prefix = ltx2_fastpath.enable(transformer).sites["guidance.prefix"]
+    for _ in range(3):
+        setups.run(transformer, **cfg)
+        assert setups.equal(setups.run(transformer, **stg), stock)
+    assert prefix.fast == 1
+    setups.run(transformer, **of_views)
+    with ltx2_fastpath.disabled(transformer):
+        setups.run(transformer, **cfg)
+    assert setups.equal(setups.run(transformer, **stg), stock)
+
+
 def test_a_pipeline_shares_its_prefix_in_high():
     pipe = models.tiny_pipeline(dtype=torch.bfloat16)
     stock = setups.generate(pipe, num_inference_steps=4)

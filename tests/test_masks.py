@@ -346,6 +346,42 @@ class TestContext:
             raise KeyError("inside")
         assert tier() == "lossless"
 
+    def test_contexts_that_do_not_end_in_turn(self, transformer, tier):
+        """Generators and coroutines of one thread interleave."""
+
+        def request(name):
+            with ltx2_fastpath.quality(transformer, name):
+                yield tier()
+                yield tier()
+
+        handle = ltx2_fastpath.enable(transformer)
+        first, second = request("high"), request("lossless")
+        assert (next(first), next(second), next(first)) == ("high", "lossless", "lossless")
+        assert list(first) == []  # the first one's context ends inside of the second one's
+        assert (next(second), list(second)) == ("lossless", [])
+        assert tier() == "lossless" and handle._thread.qualities == ()
+
+    def test_contexts_left_in_another_thread(self, transformer, tier):
+        """A server resumes a generator in whichever thread is free."""
+
+        def request():
+            with ltx2_fastpath.quality(transformer, "high"), ltx2_fastpath.disabled(transformer):
+                yield
+
+        handle = ltx2_fastpath.enable(transformer)
+        running, states = request(), []
+        next(running)
+
+        def leave():
+            states.append(list(running))
+            states.append((handle._thread.disabled, handle._thread.qualities))
+
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join(60)
+        assert states == [[], (0, ())]
+        assert (handle._thread.disabled, handle._thread.qualities) == (0, ()) and tier() == "lossless"
+
     def test_an_exception_in_the_forward_restores(self, transformer, tier):
         ltx2_fastpath.enable(transformer)
         with pytest.raises(RuntimeError):

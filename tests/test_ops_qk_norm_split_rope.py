@@ -6,6 +6,7 @@ from diffusers.models.transformers import transformer_ltx2
 from test_ops_rms_norm_modulate import rsqrt
 
 from ltx2_fastpath.first_sight import FirstSight, same_bits
+from ltx2_fastpath.ops import head_gate
 from ltx2_fastpath.ops import qk_norm_split_rope as op
 from ltx2_fastpath.ops.rope_tables import CompactTables, Rope
 
@@ -282,6 +283,12 @@ def both(rope, change):
     return tuple(change(table) for table in rope)
 
 
+def of_weight(norm, weight):
+    """`norm` with a weight that lies in memory as `weight` does."""
+    norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return norm
+
+
 REFUSALS = {  # {number of the argument: change}, message
     "one norm": ({1: lambda _: None}, "norms and tables: give both or neither"),
     "one table": ({4: lambda _: None}, "norms and tables: give both or neither"),
@@ -313,6 +320,8 @@ REFUSALS = {  # {number of the argument: change}, message
         {0: lambda _: torch.nn.RMSNorm(512, eps=1e-6, device="meta")},
         "norm_q: weight is torch.float32 on meta",
     ),
+    "alignment of a weight": ({0: lambda norm: of_weight(norm, torch.ones(513)[1:])}, "norm_q: weight must be contiguous and"),
+    "stride of a weight": ({1: lambda norm: of_weight(norm, torch.ones(1024)[::2])}, "norm_k: weight must be contiguous and"),
     "rank of k alone": ({3: lambda k: k[0]}, "k: expected rank 3"),
     "rank of a table": ({4: lambda rope: both(rope, lambda t: t[0])}, "cos_q: shape [4, 5, 64], expected [B, H, S, r]"),
     "batch of a table": ({4: lambda rope: both(rope, lambda t: t[:1])}, "cos_q: shape [1, 4, 5, 64]"),
@@ -430,6 +439,15 @@ def test_compiled_it_is_the_eager_chain(normal, monkeypatch):
     for options in (dict(), dict(norm=False), dict(rope=False)):
         args = make_args(normal, **options)
         assert same_bits(compiled(*args), op.eager(*args))
+
+
+def test_custom_op_of_a_number_that_stands_for_another_op(normal, stand_ins):
+    """A graph that another process saved brings that process's numbers."""
+    other = FirstSight("head_gate", head_gate)
+    norm_q, norm_k, q, k, rope_q, rope_k = make_args(normal, batch=1, tokens_q=2, tokens_k=1)
+    weights, tables = (norm_q.weight, norm_k.weight), (*rope_q, *rope_k)
+    result = torch.ops.ltx2_fastpath.qk_norm_split_rope(other.number, q, k, *weights, *tables, norm_q.eps, norm_k.eps)
+    assert same_bits(result, op.eager(norm_q, norm_k, q, k, rope_q, rope_k)) and other.fast == other.stock == 0
 
 
 @pytest.mark.parametrize("site_is_there", [True, False])

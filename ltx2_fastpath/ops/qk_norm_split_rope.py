@@ -210,6 +210,8 @@ def _refusal_of_side(side, norm, x, rope, other) -> str | None:
             return f"norm_{side}: not a plain torch.nn.RMSNorm with a weight, so it is called"
         if weight.dtype != x.dtype or weight.device != x.device or weight.numel() != x.shape[2]:
             return f"norm_{side}: weight is {weight.dtype} on {weight.device}, {side} {x.dtype} on {x.device}"
+        if weight.stride() != (1,) or weight.data_ptr() % 16:
+            return f"norm_{side}: weight must be contiguous and aligned to 16 bytes, got strides {weight.stride()}"
     if rope is None:
         return None
     if isinstance(rope, Rope):
@@ -320,7 +322,9 @@ def _op(
     norm_k = None if weight_k is None else Norm(weight_k, eps_k)
     rope_q = None if cos_q is None else (cos_q, sin_q)
     rope_k = rope_q if cos_k is None else (cos_k, sin_k)
-    compute = numbered(site) or eager
+    found = numbered(site)
+    # Numbers are this process's own; a graph that another one saved brings others, which here may stand for another op.
+    compute = found if found is not None and found.op.eager is eager else eager
     return compute(norm_q, norm_k, q, k, rope_q, rope_k)
 
 
@@ -331,10 +335,9 @@ def _(site, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k):
 
 def traceable(norm_q, norm_k, x, width: int, heads: int) -> bool:
     """Whether `traced` takes these norms and rows of `width` elements, of x's dtype and device. Asked while Dynamo traces."""
-    norms = (norm_q, norm_k)
-    plain = all(type(norm) is torch.nn.RMSNorm and norm.weight is not None and norm.eps is not None for norm in norms)
     known = x.device.type in DEVICE_TYPES and x.dtype in DTYPES and width % CUDA_CHUNK == 0 and width // heads in HEAD_DIMS
-    return known and plain and all(map(is_untouched, norms))
+    # A graph is guarded by what was read: a forward that is replaced later must not stay out of it.
+    return known and all(norm.forward is not None and is_plain(norm, x) for norm in (norm_q, norm_k))
 
 
 def traced(site, norm_q, norm_k, q, k, rope_q, rope_k=None):
