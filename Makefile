@@ -20,7 +20,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/python examples/demo.py $(ARGS)
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest --ignore=tests/gpu --cov=patches --cov=ltx2_fastpath $(ARGS)
+	$(VENV)/bin/python -m pytest --ignore=tests/gpu --cov=patches --cov=ltx2_fastpath -n auto --dist worksteal $(ARGS)
 
 bench: $(INSTALLED)
 	$(VENV)/bin/python -m ltx2_fastpath.bench $(ARGS)
