@@ -96,12 +96,12 @@ class _Keep(_Pass):
     Of its arguments it keeps copies (34 MB at 14,080 tokens), because callers may change theirs in place between two passes.
     """
 
-    def __init__(self, at, arguments, state):
+    def __init__(self, at, arguments, layout, state):
         super().__init__(at)
         self.arguments = {
             name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in arguments.items()
         }
-        self.layout = _layout(arguments)
+        self.layout = layout
         self.state = state
         self.video = self.audio = None
 
@@ -160,7 +160,7 @@ class PrefixReuse:
         self.stock = 0
         self._notes: set[str] = set()
         self._verified: dict = {}
-        self._in_vain: set = set()  # {(block, layout of a pass, layout of the STG pass after it)} that gave other bits
+        self._other_bits: set = set()  # {(block, layout of a pass, layout of the STG pass after it)} that gave other bits
         self._current = _Current()
         # A survey holds the weights, which must not outlive the transformer because somebody holds its handle.
         self._surveys: weakref.WeakKeyDictionary[torch.nn.Module, Survey] = weakref.WeakKeyDictionary()
@@ -188,11 +188,12 @@ class PrefixReuse:
         stg_blocks, mine = arguments.get("spatio_temporal_guidance_blocks"), self._current
         if arguments.get("isolate_modalities"):
             return None
+        layout = _layout(arguments)
         if not stg_blocks:
-            mine.before = _layout(arguments)
+            mine.before = layout
             if mine.at is None:
                 return None
-        elif (min(stg_blocks), mine.before, _layout(arguments)) in self._in_vain:
+        elif (min(stg_blocks), mine.before, layout) in self._other_bits:
             mine.at = mine.kept = None
             self.stock += 1
             return None
@@ -207,19 +208,19 @@ class PrefixReuse:
                 self._notes.add(reason)
             return None
         if not stg_blocks:
-            return self._plan_keep(survey.state(), arguments)
-        return self._plan_stg(survey.state(), arguments, min(stg_blocks))
+            return self._plan_keep(survey.state(), arguments, layout)
+        return self._plan_stg(survey.state(), arguments, layout, min(stg_blocks))
 
-    def _plan_keep(self, state, arguments):
+    def _plan_keep(self, state, arguments, layout):
         mine = self._current
         mine.in_vain = mine.in_vain + 1 if mine.kept is not None else 0
         mine.kept = None
         if mine.in_vain >= _FORGET_AFTER:
             mine.at, mine.in_vain = None, 0
             return None
-        return _Keep(mine.at, arguments, state)
+        return _Keep(mine.at, arguments, layout, state)
 
-    def _plan_stg(self, state, arguments, at):
+    def _plan_stg(self, state, arguments, layout, at):
         mine = self._current
         kept, mine.kept = mine.kept, None
         if at != mine.at:
@@ -235,7 +236,7 @@ class PrefixReuse:
             return None
         rows = arguments["hidden_states"].shape[0]
         video, audio = (states[chunk * rows : (chunk + 1) * rows] for states in (kept.video, kept.audio))
-        layouts = at, kept.layout, _layout(arguments)
+        layouts = at, kept.layout, layout
         signature = (chunk, kept.video.dtype, *layouts)
         if self._verified.get(signature):
             self.fast += 1
@@ -248,7 +249,7 @@ class PrefixReuse:
             self._verified[signature] = equal
             how = "bit-equal both ways"
             if not equal:
-                self._in_vain.add(layouts)
+                self._other_bits.add(layouts)
                 how = "not bit-equal, so not reused"
                 if kept.arguments["hidden_states"].is_contiguous() != arguments["hidden_states"].is_contiguous():
                     how += ' (the latents lie otherwise in memory, and so have other bits in stock; quality "high" lays them out)'

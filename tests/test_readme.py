@@ -43,20 +43,26 @@ def arm(gpu_ms: float, **more) -> dict:
     return record | more
 
 
+# What the sections of forwards and of pipeline calls have in common.
+OF_A_MODEL = {
+    "version": "2.3",
+    "clip": "512x768x121",
+    "video_tokens": 6144,
+    "audio_tokens": 126,
+    "image_to_video": False,
+    "layers": 48,
+    "dtype": "bfloat16",
+    "notes": [],
+    "equal": True,
+}
+
+
 def forward_section(**more) -> dict:
     equal, differ = {"cfg video": True, "cfg audio": True}, {"cfg video": False, "cfg audio": True}
     section = {
         "section": "forward",
-        "version": "2.3",
-        "clip": "512x768x121",
-        "video_tokens": 6144,
-        "audio_tokens": 126,
+        **OF_A_MODEL,
         "passes": {"cfg": 1},
-        "image_to_video": False,
-        "layers": 48,
-        "dtype": "bfloat16",
-        "notes": [],
-        "equal": True,
         "arms": {
             "eager": arm(100.0),
             "fast": arm(62.5, equal=equal),
@@ -70,18 +76,10 @@ def forward_section(**more) -> dict:
 def pipeline_section(**more) -> dict:
     section = {
         "section": "pipeline",
-        "version": "2.3",
-        "clip": "512x768x121",
-        "video_tokens": 6144,
-        "audio_tokens": 126,
+        **OF_A_MODEL,
         "text_tokens": 1024,
         "steps": 30,
         "passes": {"cfg": 2, "stg": 1, "isolated": 1},
-        "image_to_video": False,
-        "layers": 48,
-        "dtype": "bfloat16",
-        "notes": [],
-        "equal": True,
         "arms": {
             "eager": {"peak_bytes": 41 * 2**30, "seconds": 60.0, "speed_up": 1.0},
             "fast": {
