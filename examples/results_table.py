@@ -103,6 +103,7 @@ def _pipelines(sections: list[dict]) -> str:
 
 def _model_and_clip(section: dict) -> list[str]:
     kind = ", image to video" if section["image_to_video"] else ""
+    kind += ", latents given" if section.get("latents") == "given" else ""
     layers = "" if section["layers"] == 48 else f", {section['layers']} layers"
     return [f"{section['version']}{layers}", f"{section['clip']}{kind} ({section['video_tokens']:,})"]
 

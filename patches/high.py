@@ -5,12 +5,12 @@ hand in are all ones, and the host adds a bias of zeros to every logit of the te
 instead of 605 µs at 14,080 video tokens and 1,024 text tokens (NVIDIA H200, bf16). It is another kernel: 0.14 % of its outputs
 differ. It is as near to fp64: largest and mean error are 1.85e-3 and 8.86e-5 with and without.
 
-Latents that lie channel by channel in memory are laid out token by token. The pipelines pack latents [B, C, F, H, W] into a view
-[B, S, C] that copies nothing. For two prompts they concatenate it, which lays it out token by token, but the passes beside that
-one (STG, isolated) get the view. torch multiplies and adds the bias in one step where the input is contiguous, and in two, with a
-rounding in between, where it is not. So in stock the STG pass has other bits than the row of the CFG pass from the first layer
-on, and no block can be shared. Laid out alike they can: a guided step of LTX-2.3 then skips 28 blocks. One rounding less moves an
-output by a bf16 ULP at most, and nearer to fp64.
+Latents that lie channel by channel in memory are laid out token by token. LTX2Pipeline and LTX2ImageToVideoPipeline pack the
+latents [B, C, F, H, W] that they draw into a view [B, S, C] that copies nothing. For two prompts they concatenate it, which lays
+it out token by token, but the passes beside that one (STG, isolated) get the view. torch multiplies and adds the bias in one step
+where the input is contiguous, and in two, with a rounding in between, where it is not. So in stock the STG pass has other bits
+than the row of the CFG pass from the first layer on, and no block can be shared. Laid out alike they can: a guided step
+of LTX-2.3 then skips 28 blocks. One rounding less moves an output by a bf16 ULP at most, and nearer to fp64.
 """
 
 import torch

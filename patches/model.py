@@ -4,9 +4,10 @@ LTX-2.3's default call makes three forwards a step. The STG pass (spatio-tempora
 CFG pass from its first perturbed block on, and only there. So the hidden states that enter that block in the CFG pass are kept,
 and an STG pass whose inputs are, by value, those of one row of the CFG pass starts at that block.
 
-It is off until a request has shown that it makes STG passes, until the prefix was run both ways at these shapes and gave the same
-bits, and wherever something watches the blocks that would be skipped. In lossless calls of diffusers' pipelines it does not give
-the same bits, in stock neither (high.py says why).
+It is off until a request has shown that it makes STG passes, until the prefix was run both ways at these shapes and gave the
+same bits, and wherever something watches the blocks that would be skipped. Where LTX2Pipeline draws the latents itself, the two
+passes have other bits in stock (high.py says why), and lossless reuses nothing. Given latents lie alike in memory for both,
+and so do those of LTX2ConditionPipeline and LTX2InContextPipeline.
 """
 
 import copy

@@ -455,7 +455,10 @@ def test_no_timing_of_an_unequal_forward(stand_ins, any_width):
 
 @torch.no_grad()
 def test_passes_of_a_step_share_latents_and_prompt():
-    passes = forward._inputs(models.tiny_transformer("2.3"), TINY_CLIP, forward.STEP_PASSES, image_to_video=True)
+    arguments = models.tiny_transformer("2.3"), TINY_CLIP, forward.STEP_PASSES, True
+    for latents, laid_out in (("drawn", [True, False, False]), ("given", 3 * [True])):
+        passes = forward._inputs(*arguments, latents)
+        assert [kwargs["hidden_states"].is_contiguous() for kwargs in passes.values()] == laid_out
     both, *singles = passes.values()
     for name, value in both.items():
         if isinstance(value, torch.Tensor):
@@ -550,9 +553,9 @@ def record_forwards(transformer) -> list[dict]:
     return forwards
 
 
-def measured_pipeline(arms, steps=2):
+def measured_pipeline(arms, steps=2, latents="drawn"):
     meter, section = Clock(), {"section": "pipeline", "version": "2.3", "notes": []}
-    pipeline.measure(section, arms, TINY_CLIP, steps, meter, lambda text: None)
+    pipeline.measure(section, arms, TINY_CLIP, latents, steps, meter, lambda text: None)
     return section, meter
 
 
@@ -609,7 +612,7 @@ def test_more_steps_are_timed_without_another_warm_up(stand_ins, any_width):
     transformer = models.tiny_transformer("2.3")
     arms = pipeline.arms_of(transformer)
     forwards, told = record_forwards(transformer), []
-    pipeline.warm_up(arms, TINY_CLIP, told.append)
+    pipeline.warm_up(arms, TINY_CLIP, "drawn", told.append)
     assert len(forwards) == 3 * 3 and len(told) == 2
     assert not measured_pipeline(arms, 3)[0]["notes"] and not measured_pipeline(arms, 2)[0]["notes"]
     assert len(forwards) == 3 * (3 + 3 + 2)
@@ -620,11 +623,25 @@ def test_reused_prefixes_are_those_of_the_timed_call(stand_ins, any_width, monke
     one_row = dict(guidance_scale=1.0, audio_guidance_scale=1.0)  # for CPUs sum in another order for two
     monkeypatch.setattr(models, "latents_request", lambda *args, **options: request(*args, **options) | one_row)
     arms = pipeline.arms_of(models.tiny_transformer("2.3", num_layers=3))
-    pipeline.warm_up(arms, TINY_CLIP, lambda text: None)
+    pipeline.warm_up(arms, TINY_CLIP, "drawn", lambda text: None)
     assert arms["fast"].reused == 1
     section, _ = measured_pipeline(arms, 4)
     assert section["equal"] and section["arms"]["fast"]["prefixes_reused"] == 4
     assert "4 of 4" in table.section_text(section)
+
+
+def test_given_latents_are_the_noise_that_would_be_drawn(stand_ins, any_width):
+    transformer = models.tiny_transformer("2.3", dtype=torch.bfloat16)
+    arms = pipeline.arms_of(transformer)
+    forwards = record_forwards(transformer)
+    drawn, given = (measured_pipeline(arms, latents=latents)[0] for latents in ("drawn", "given"))
+    assert (drawn["latents"], given["latents"]) == ("drawn", "given") and drawn["equal"] and given["equal"]
+    assert "latents given" in table.section_text(given) and "latents given" not in table.section_text(drawn)
+    before, after = forwards[:6], forwards[6:]
+    for name in ("hidden_states", "audio_hidden_states"):
+        assert torch.equal(before[0][name], after[0][name]) and before[0][name].std() > 0.5
+    assert [kwargs["hidden_states"].is_contiguous() for kwargs in before] == 2 * [True, False, False]
+    assert all(kwargs["hidden_states"].is_contiguous() for kwargs in after)
 
 
 def test_no_timing_of_an_unequal_pipeline(stand_ins, any_width, high):
@@ -786,9 +803,10 @@ def test_clips():
             Clip.parse(text)
 
 
-def test_versions_and_arms_of_the_command_line():
+def test_choices_of_the_command_line():
     assert set(cli.VERSIONS) == set(models.CONFIGS)
     assert cli.ARMS == forward.FORWARD_ARMS
+    assert cli.LATENTS == models.LATENTS
 
 
 @pytest.mark.parametrize("argv", [[], ["kernels"], ["forward", "--shape", "64x64x9"], ["step"], ["small"], ["pipeline"]])
@@ -889,9 +907,9 @@ def test_sections(monkeypatch, high):
     monkeypatch.setattr(
         forward, "measure", lambda section, instances, *args, **options: calls.append((section["section"], *args[:3], options))
     )
-    monkeypatch.setattr(pipeline, "warm_up", lambda arms, clip, progress: calls.append(("warm-up", list(arms), clip)))
+    monkeypatch.setattr(pipeline, "warm_up", lambda arms, clip, *rest: calls.append(("warm-up", list(arms), clip, rest[0])))
     monkeypatch.setattr(
-        pipeline, "measure", lambda section, arms, clip, steps, *rest: calls.append((section["section"], list(arms), clip, steps))
+        pipeline, "measure", lambda section, arms, *args: calls.append((section["section"], list(arms), *args[:3]))
     )
 
     def sections_of(*argv):
@@ -906,7 +924,7 @@ def test_sections(monkeypatch, high):
     assert short[:4] == ("forward", (512, 768, 121), {"cfg": 2}, forward.FORWARD_ARMS) and medium[1] == (704, 1280, 121)
     assert short[4]["repeats"] == 10
     ((_, clip, passes, arms, options),) = sections_of("step", "--quick", "--image-to-video")
-    assert clip == (512, 768, 121) and passes == {"cfg": 2, "stg": 1, "isolated": 1} and arms == ("eager", "fast")
+    assert clip == (512, 768, 121) and passes == {"cfg": 2, "stg": 1, "isolated": 1} and arms == ("eager", "fast", "floor")
     assert options["repeats"] == 2 and options["image_to_video"]
     ((_, clip, passes, arms, options),) = sections_of("small", "--repeats", "7")
     assert clip == (512, 768, 9) and arms == forward.SMALL_ARMS and options["repeats"] == 7
@@ -917,16 +935,18 @@ def test_sections(monkeypatch, high):
     ((_, _, _, arms, _),) = sections_of("forward", "--arms", "compiled,floor", "--quick")
     assert arms == ("eager", "fast", "floor")
 
-    ((_, _, _, arms, _),) = sections_of("step", "--high")
-    assert arms == ("eager", "fast", "high", "compiled")
+    ((_, _, _, arms, options),) = sections_of("step", "--high", "--latents", "given")
+    assert options["latents"] == "given"
+    assert arms == ("eager", "fast", "high", "compiled", "floor")
 
     both, three = ["eager", "fast"], ["eager", "fast", "high"]
     medium, large = (512, 768, 121), (704, 1280, 121)
-    assert sections_of("pipeline") == [("warm-up", both, medium), ("pipeline", both, medium, 30)]
-    assert sections_of("pipeline", "--quick")[1:] == [("pipeline", both, medium, 4)]
+    assert sections_of("pipeline") == [("warm-up", both, medium, "drawn"), ("pipeline", both, medium, "drawn", 30)]
+    assert sections_of("pipeline", "--quick")[1:] == [("pipeline", both, medium, "drawn", 4)]
+    assert [section[3] for section in sections_of("pipeline", "--latents", "given")] == ["given", "given"]
     asked = "--high", "--shape", "512x768x121", "--shape", "704x1280x121", "--steps", "8", "--steps", "30"
     assert sections_of("pipeline", *asked) == [
-        (name, three, clip, *steps)
+        (name, three, clip, "drawn", *steps)
         for clip in (medium, large)
         for name, *steps in (("warm-up",), ("pipeline", 8), ("pipeline", 30))
     ]

@@ -1,8 +1,15 @@
-"""Quality "high": latents are laid out alike for all passes, so that the STG pass can start where it differs from the CFG one."""
+"""How latents lie in memory, which decides whether the STG pass has the bits of the CFG pass and can start where it is perturbed.
+
+Calls of LTX2ConditionPipeline and LTX2InContextPipeline lay them out token by token for all passes, and so do those of
+LTX2Pipeline that are given their latents. What LTX2Pipeline draws it hands to the STG pass in another layout, but in "high".
+"""
 
 import pytest
 import setups
 import torch
+from diffusers import LTX2ConditionPipeline, LTX2InContextPipeline, LTX2Pipeline
+from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
+from PIL import Image
 
 import ltx2_fastpath
 from ltx2_fastpath.bench import models
@@ -117,6 +124,25 @@ def test_a_pipeline_shares_its_prefix_in_high():
     assert laid(pipe.transformer)[0] == 2 * 4  # the STG and the isolated pass of each step
     assert not setups.equal(close, stock)
     assert setups.equal(setups.generate(pipe, num_inference_steps=4), stock)
+
+
+@pytest.mark.parametrize(
+    "pipeline_class, options",
+    [
+        (LTX2Pipeline, dict(latents=torch.randn(1, 12, 4, generator=torch.Generator().manual_seed(0)))),
+        (LTX2Pipeline, dict(latents=torch.randn(1, 4, 2, 2, 3, generator=torch.Generator().manual_seed(0)), noise_scale=0.5)),
+        (LTX2ConditionPipeline, {}),
+        (LTX2InContextPipeline, dict(reference_conditions=[LTX2ReferenceCondition(Image.new("RGB", (96, 64), "teal"))])),
+    ],
+    ids=["packed latents", "latents of a stage before", "conditions", "a reference in the context"],
+)
+def test_lossless_calls_share_their_prefix_where_latents_lie_alike(pipeline_class, options):
+    pipe = models.tiny_pipeline("2.3", pipeline_class, dtype=torch.bfloat16)
+    options = options | dict(num_inference_steps=4)
+    stock = setups.generate(pipe, **options)
+    prefix = ltx2_fastpath.enable(pipe).sites["guidance.prefix"]
+    assert setups.equal(setups.generate(pipe, **options), stock)
+    assert prefix.fast == 2, prefix.notes  # the first shows that there are such passes, the second verifies
 
 
 def near(generator):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 VERSIONS = ("2.0", "2.3", "2.5")
+LATENTS = ("drawn", "given")
 SHAPE = "512x768x121"
 # Arms of `forward`; the first two always run.
 ARMS = ("eager", "fast", "compiled", "fast + compile", "floor")
@@ -46,6 +47,14 @@ def parser() -> argparse.ArgumentParser:
     )
     images = argparse.ArgumentParser(add_help=False)
     images.add_argument("--image-to-video", action="store_true", help="a timestep for every token")
+    origins = argparse.ArgumentParser(add_help=False)
+    origins.add_argument(
+        "--latents",
+        choices=LATENTS,
+        default=LATENTS[0],
+        help="where a pipeline call has its first latents from; the STG pass starts late only where they are given, as its bits"
+        " differ from those of the CFG pass otherwise (default: %(default)s)",
+    )
     tiers = argparse.ArgumentParser(add_help=False)
     tiers.add_argument("--high", action="store_true", help='add the arm of quality="high", whose difference is reported')
 
@@ -79,9 +88,20 @@ def parser() -> argparse.ArgumentParser:
     )
     forward.add_argument("--batch-size", type=_at_least(1), default=1, metavar="N", help="rows (default: 1)")
     forward.add_argument("--guidance", choices=("cfg", "stg", "isolated"), default="cfg", help="default: %(default)s")
-    section("step", "the three guidance passes of a denoising step: eager, fast, compiled", model, clips, images, tiers, repeated)
+    section(
+        "step",
+        "the three guidance passes of a denoising step: eager, fast, compiled, and the floor",
+        model,
+        clips,
+        images,
+        origins,
+        tiers,
+        repeated,
+    )
     section("small", "a forward so short that the host is the limit: eager, fast, and both as CUDA graphs", model, repeated)
-    pipeline = section("pipeline", "one whole pipeline call, to the latents, with its guidance: eager, fast", model, clips, tiers)
+    pipeline = section(
+        "pipeline", "one whole pipeline call, to the latents, with its guidance: eager, fast", model, clips, origins, tiers
+    )
     pipeline.add_argument(
         "--steps",
         type=_at_least(2),  # with a single one the scheduler divides zero by zero
@@ -142,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _sections(options, clips, results: dict, meter, progress, save: Callable[[], None]) -> Iterator[dict]:
     """Measure what `options` ask for; every section is yielded when it is finished and in `results`."""
-    from . import forward, kernels
+    from . import forward, kernels, models
 
     if options.section == "pipeline":
         yield from _pipelines(options, clips, results, meter, progress)
@@ -174,7 +194,8 @@ def _sections(options, clips, results: dict, meter, progress, save: Callable[[],
         section = {"section": options.section, "version": options.version, "notes": [*notes]}
         forward.measure(
             section, instances, clip, passes, arms, meter,
-            image_to_video=getattr(options, "image_to_video", False), repeats=repeats, progress=progress,
+            image_to_video=getattr(options, "image_to_video", False), latents=getattr(options, "latents", models.DRAWN),
+            repeats=repeats, progress=progress,
         )  # fmt: skip
         results["sections"].append(section)
         yield section
@@ -188,10 +209,10 @@ def _pipelines(options, clips, results: dict, meter, progress) -> Iterator[dict]
     transformer, notes = _build(options, clips, max(forward.STEP_PASSES.values()), progress)
     arms = pipeline.arms_of(transformer, high=options.high)
     for clip in clips:
-        pipeline.warm_up(arms, clip, progress)
+        pipeline.warm_up(arms, clip, options.latents, progress)
         for steps in options.steps or [quick if options.quick else default]:
             section = {"section": "pipeline", "version": options.version, "notes": [*notes]}
-            pipeline.measure(section, arms, clip, steps, meter, progress)
+            pipeline.measure(section, arms, clip, options.latents, steps, meter, progress)
             results["sections"].append(section)
             yield section
 

@@ -22,7 +22,7 @@ HIGH = "high"
 COMPILED_ARMS = (COMPILED, FAST_COMPILED)
 #: Arms and guidance passes of each section, with the rows of each pass for one video.
 FORWARD_ARMS = (EAGER, FAST, COMPILED, FAST_COMPILED, FLOOR)
-STEP_ARMS, STEP_PASSES = (EAGER, FAST, COMPILED), {"cfg": 2, "stg": 1, "isolated": 1}
+STEP_ARMS, STEP_PASSES = (EAGER, FAST, COMPILED, FLOOR), {"cfg": 2, "stg": 1, "isolated": 1}
 EAGER_GRAPH, FAST_GRAPHS = "eager as a graph", "fast + graphs"
 SMALL_ARMS, SMALL_CLIP = (EAGER, FAST, EAGER_GRAPH, FAST_GRAPHS), Clip(512, 768, 9)
 
@@ -105,16 +105,18 @@ def measure(
     meter,
     *,
     image_to_video: bool = False,
+    latents: str = models.DRAWN,
     repeats: int,
     progress: Callable[[str], None],
 ) -> None:
     """Add to `section` (its name, version and notes) the measurements of every arm.
 
-    A call of an arm is a forward for each of `passes`, {guidance: rows}, on inputs that all arms share. Equality comes first,
+    A call of an arm is a forward for each of `passes`, {guidance: rows}, on inputs that all arms share, with latents laid out in
+    memory as in a pipeline call of which `latents` tells where they come from (one of `models.LATENTS`). Equality comes first,
     on a call of the fast arm that verifies nothing any more, as none of the timed ones does. If that is red there are no times.
     The difference of a compiled arm or of `high` from stock is reported, not judged.
     """
-    inputs = _inputs(instances.stock, clip, passes, image_to_video)
+    inputs = _inputs(instances.stock, clip, passes, image_to_video, latents)
     hidden, audio = (next(iter(inputs.values()))[name] for name in _LATENTS)
     section |= {
         "clip": str(clip),
@@ -122,6 +124,7 @@ def measure(
         "audio_tokens": audio.shape[1],
         "passes": passes,
         "image_to_video": image_to_video,
+        "latents": latents,
         "layers": len(instances.fast.transformer_blocks),
         "dtype": str(hidden.dtype).removeprefix("torch."),
         "arms": {},
@@ -163,12 +166,12 @@ def _one_stream(instances):
             handle.audio_stream = True
 
 
-def _inputs(transformer, clip, passes, image_to_video) -> dict[str, dict]:
+def _inputs(transformer, clip, passes, image_to_video, latents) -> dict[str, dict]:
     """The arguments of every pass. As in the pipelines all rows have the same latents, and the last rows have the same text."""
     inputs: dict[str, dict] = {}
     for guidance, rows in passes.items():
         size = dict(clip._asdict(), batch_size=rows)
-        kwargs = models.inputs(transformer, **size, guidance=guidance, image_to_video=image_to_video)
+        kwargs = models.inputs(transformer, **size, guidance=guidance, image_to_video=image_to_video, latents=latents)
         first = next(iter(inputs.values()), kwargs)
         for name in _LATENTS:
             kwargs[name].copy_(first[name][-1:].clone())

@@ -93,6 +93,9 @@ _TINY = dict(
 
 FRAME_RATE = 24.0  # frames a second, the pipelines' default
 TIMESTEP = 909.375  # 1000 sigma of one step: the sixth of the distilled schedule
+#: Where a pipeline call has its latents from, which decides how they lie in memory: drawn by `LTX2Pipeline`, or given to it with
+#: `latents=`, which also stands for the pipelines that lay out what they draw (`LTX2ConditionPipeline`, `LTX2InContextPipeline`).
+LATENTS = DRAWN, GIVEN = "drawn", "given"
 STG_BLOCK = 28  # the block that the pipelines perturb by default
 
 #: Arguments for one call of a `tiny_pipeline`, a fraction of a second on a CPU. `spatio_temporal_guidance_blocks` names
@@ -203,6 +206,7 @@ def inputs(
     batch_size: int = 1,
     image_to_video: bool = False,
     guidance: str = "cfg",
+    latents: str = DRAWN,
     text_tokens: int = 1024,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -210,18 +214,19 @@ def inputs(
 ) -> dict:
     """The keyword arguments that diffusers' LTX-2 pipelines pass to `transformer.forward` in one denoising step.
 
-    `height`, `width` (pixels, multiples of 32) and `num_frames` are those of the pipeline call, at 24 frames a second.
-    `batch_size` counts the rows of this forward: for one video the default guidance runs "cfg" with two rows (negative
-    and positive prompt), then "stg" and "isolated" with one each. `device` and `dtype` default to the transformer's.
+    `height`, `width` (pixels, multiples of 32) and `num_frames` are those of the pipeline call, at 24 frames a second, and
+    `latents`, one of `LATENTS`, says where that has its latents from. `batch_size` counts the rows of this forward: for one video
+    the default guidance runs "cfg" with two rows (negative and positive prompt), then "stg" and "isolated" with one each.
+    `device` and `dtype` default to the transformer's.
 
     Shapes, with S_v = latent frames x height/32 x width/32 video tokens and S_a audio tokens (25 a second):
-    hidden_states [B, S_v, in_channels], audio_hidden_states [B, S_a, audio_in_channels], the text embeddings
-    [B, text_tokens, width] all in `dtype`; the text mask int64 [B, text_tokens], all ones because the connectors fill
-    padding with registers; timestep and sigma float32 [B], one stride-0 tensor. With `image_to_video`, timestep is
-    [B, S_v], zero on the first latent frame, and audio_timestep is [B]. The perturbation mask is None for "stg" too:
-    the transformer then perturbs every row.
+    hidden_states [B, S_v, in_channels], drawn ones channel by channel in memory where the guidance is not "cfg";
+    audio_hidden_states [B, S_a, audio_in_channels], the text embeddings [B, text_tokens, width] all in `dtype`; the text mask
+    int64 [B, text_tokens], all ones because the connectors fill padding with registers; timestep and sigma float32 [B], one
+    stride-0 tensor. With `image_to_video`, timestep is [B, S_v], zero on the first latent frame, and audio_timestep is [B]. The
+    perturbation mask is None for "stg" too: the transformer then perturbs every row.
 
-    Raises ValueError for a size that is no multiple of 32 and for an unknown `guidance`.
+    Raises ValueError for a size that is no multiple of 32, an unknown `guidance` and unknown `latents`.
     """
     config = transformer.config
     device = torch.device(device) if device is not None else transformer.device
@@ -229,6 +234,8 @@ def inputs(
     latent_frames, latent_height, latent_width, audio_tokens = latent_sizes(config, height, width, num_frames)
     if guidance not in ("cfg", "stg", "isolated"):
         raise ValueError(f"guidance must be 'cfg', 'stg' or 'isolated', got {guidance!r}")
+    if latents not in LATENTS:
+        raise ValueError(f"latents must be 'drawn' or 'given', got {latents!r}")
 
     video_tokens = latent_frames * latent_height * latent_width
     text_width, audio_text_width = _text_widths(config)
@@ -240,7 +247,7 @@ def inputs(
 
     # Packing [B, C, F, H, W] copies nothing, so tokens lie channel by channel; the concatenation for two prompts does.
     video = noise(batch_size, config.in_channels, video_tokens).transpose(1, 2)
-    if guidance == "cfg":
+    if guidance == "cfg" or latents == GIVEN:
         video = video.contiguous()
     sigma = torch.tensor(TIMESTEP, device=device).expand(batch_size)
     if image_to_video:
@@ -378,18 +385,28 @@ def latents_pipeline(transformer: LTX2VideoTransformer3DModel, pipeline_class: t
     return pipe
 
 
-def latents_request(transformer: LTX2VideoTransformer3DModel, *, text_tokens: int = 1024, seed: int = 0) -> dict:
+def latents_request(
+    transformer: LTX2VideoTransformer3DModel, *, text_tokens: int = 1024, noise_for: Clip | None = None, seed: int = 0
+) -> dict:
     """The keyword arguments of one call of a `latents_pipeline`, without size and steps: guidance is the pipeline's default.
 
     Two prompts [1, text_tokens, width] in the transformer's dtype, and a generator in a fresh state: make a request for each
-    call. The same seed gives the same request on the same kind of device.
+    call. The same seed gives the same request on the same kind of device. With `noise_for`, the size of the call, the request
+    brings the noise that the pipeline would draw, as packed `latents` float32 [1, video tokens, in_channels].
     """
     device = transformer.device
     generator = torch.Generator(device).manual_seed(seed)
     size = 2, text_tokens, max(_text_widths(transformer.config))
     prompt, negative_prompt = torch.randn(size, generator=generator, device=device).to(transformer.dtype).split(1)
     mask = torch.ones(1, text_tokens, dtype=torch.int64, device=device)
+    given = {}
+    if noise_for is not None:
+        frames, height, width, _ = latent_sizes(transformer.config, *noise_for)
+        same = torch.Generator(device).set_state(generator.get_state())
+        noise = torch.randn(1, transformer.config.in_channels, frames, height, width, generator=same, device=device)
+        given = dict(latents=noise.flatten(2).mT.contiguous())
     return dict(
+        **given,
         prompt_embeds=prompt,
         prompt_attention_mask=mask,
         negative_prompt_embeds=negative_prompt,

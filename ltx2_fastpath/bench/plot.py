@@ -67,7 +67,8 @@ def _draw_arms(axes, sections, time: str, unit: str) -> None:
 
 def _label(section) -> str:
     steps = f", {section['steps']} steps" if "steps" in section else ""
-    return f"{section['section']} {section['clip']}\n{section['video_tokens']} video tokens{steps}"
+    given = ", latents given" if section.get("latents") == "given" else ""
+    return f"{section['section']} {section['clip']}\n{section['video_tokens']} video tokens{steps}{given}"
 
 
 def _draw_kernels(axes, rows) -> None:

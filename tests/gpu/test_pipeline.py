@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diffusers import LTX2ImageToVideoPipeline
+from diffusers import LTX2ConditionPipeline, LTX2ImageToVideoPipeline, LTX2Pipeline
 from PIL import Image
 
 import ltx2_fastpath
@@ -18,9 +18,9 @@ LARGE = dict(height=512, width=768, num_frames=121, text_tokens=1024)
 SMALL = dict(height=256, width=384, num_frames=25, text_tokens=128)
 
 
-def call(pipe, *, text_tokens, **options):
+def call(pipe, *, text_tokens, noise_for=None, **options):
     """The video and audio latents of one request."""
-    request = models.latents_request(pipe.transformer, text_tokens=text_tokens)
+    request = models.latents_request(pipe.transformer, text_tokens=text_tokens, noise_for=noise_for)
     output = pipe(**request, num_inference_steps=STEPS, **options)
     return output.frames, output.audio
 
@@ -49,6 +49,24 @@ def test_text_to_video_with_every_guidance_pass(full_size, size, cuda_graphs):
             assert ada_values.fast + ada_values.stock == 3 * 3 * STEPS * layers - prefix.fast * models.STG_BLOCK
             for close, exact in zip(high, stock):
                 assert 0 < (close.double() - exact.double()).square().mean().sqrt() < 0.1 * exact.double().std()
+        assert not handle.stock_calls
+    finally:
+        ltx2_fastpath.disable(pipe)
+
+
+@pytest.mark.parametrize("pipeline_class, gives_latents", [(LTX2Pipeline, True), (LTX2ConditionPipeline, False)])
+def test_prefixes_are_reused_where_latents_lie_alike(full_size, pipeline_class, gives_latents):
+    """Lossless: stock's own STG pass has the bits of its CFG pass up to the block that is perturbed."""
+    pipe = models.latents_pipeline(full_size("2.3"), pipeline_class)
+    options = LARGE | (dict(noise_for=models.Clip(*[LARGE[name] for name in models.Clip._fields])) if gives_latents else {})
+    stock = call(pipe, **options)
+    handle = ltx2_fastpath.enable(pipe)
+    try:
+        for _ in range(2):
+            fast = call(pipe, **options)
+            assert torch.equal(fast[0], stock[0]) and torch.equal(fast[1], stock[1])
+        prefix = handle.sites["guidance.prefix"]
+        assert prefix.fast == (STEPS - 2) + STEPS, prefix.notes  # the first call finds out and verifies
         assert not handle.stock_calls
     finally:
         ltx2_fastpath.disable(pipe)
