@@ -115,7 +115,8 @@ def make_forward(fast, name):
 
 def _why_not_traced(fast, attention, hidden_states):
     """Why a compiled graph holds the host's attention instead of ours."""
-    if torch.compiler.is_exporting():
+    # Behind torch.compiler.is_exporting(), for which Dynamo puts True whatever it traces for (seen in torch 2.11).
+    if torch.compiler._is_exporting_flag:
         return "torch.export is tracing"  # what it makes is for processes without us
     if not qk_op.traceable(attention.norm_q, attention.norm_k, hidden_states, attention.inner_dim, attention.heads):
         return "norms, widths or hidden states that the kernels do not take"

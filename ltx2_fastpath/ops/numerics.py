@@ -6,6 +6,7 @@ taken. Rounding is a plain ``.to(dtype)`` at each point where eager stores a ten
 """
 
 import contextlib
+import types
 from typing import NamedTuple
 
 import torch
@@ -26,9 +27,10 @@ WARP_ORDERS = (HALVES, PAIRS)
 
 def is_untouched(module: torch.nn.Module) -> bool:
     """Whether calling `module` calls its class's forward: no hooks, no other forward. (Removed hooks leave that one, bound.)"""
-    if "forward" in module.__dict__:  # looked at in pieces: Dynamo traces no `types.MethodType`
+    if "forward" in module.__dict__:
         forward = module.__dict__["forward"]
-        if getattr(forward, "__func__", None) is not type(module).forward or forward.__self__ is not module:
+        bound = isinstance(forward, types.MethodType) and forward.__self__ is module
+        if not bound or forward.__func__ is not type(module).forward:
             return False
     return not (module._forward_hooks or module._forward_pre_hooks)
 

@@ -6,12 +6,15 @@ import pytest
 import torch
 from diffusers.models.transformers import transformer_ltx2
 from ltx2_fastpath.patches.high import TextMask
+from test_latents import LAYERS, distance_of_one_rounding_less
 
 import ltx2_fastpath
 from ltx2_fastpath.bench import models
 
 DEVICE = "cuda"
-HEADS, WIDTH, TOKENS, TEXT = 32, 128, 6144, 1024
+HEADS, TEXT = 32, 1024
+#: The text attention of each stream: tokens, and the width of a head.
+STREAMS = {"video": (6144, 128), "audio": (126, 64)}
 LARGE = dict(height=512, width=768, num_frames=121)
 SMALL = dict(height=256, width=384, num_frames=9)
 NO_MASKS = dict(encoder_attention_mask=None, audio_encoder_attention_mask=None)
@@ -33,7 +36,7 @@ def plain(q, k, v, generator):
 
 def large_range(q, k, v, generator):
     """Operands over 40 octaves: channels of q and k, whose products stay moderate, and whole heads of v."""
-    channels, heads = spread((1, 1, 1, WIDTH), 20, generator), spread((1, 1, HEADS, 1), 20, generator)
+    channels, heads = spread((1, 1, 1, q.shape[3]), 20, generator), spread((1, 1, HEADS, 1), 20, generator)
     # Three quarters of the inverse leaves a channel of k a different weight in each product.
     return q * channels, k / channels * (0.75 + 0.5 * torch.rand_like(k[:, :1])), v * heads
 
@@ -72,16 +75,18 @@ def exact(q, k, v):
     heads = []
     for head in range(HEADS):
         query, key, value = (x[0, :, head].double() for x in (q, k, v))
-        heads.append(torch.softmax(query @ key.T / math.sqrt(WIDTH), dim=-1) @ value)
+        heads.append(torch.softmax(query @ key.T / math.sqrt(q.shape[3]), dim=-1) @ value)
     return torch.stack(heads, dim=1)[None]
 
 
+@pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("case", INPUTS)
 @torch.no_grad()
-def test_attention_without_an_idle_mask(case):
+def test_attention_without_an_idle_mask(case, stream):
     """The budget of the tier: of the error against fp64, twice the eager chain's; of the distance from that, one ULP in bf16."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    q, k, v = (draw(1, tokens, HEADS, WIDTH, generator=generator) for tokens in (TOKENS, TEXT, TEXT))
+    tokens, width = STREAMS[stream]
+    q, k, v = (draw(1, rows, HEADS, width, generator=generator) for rows in (tokens, TEXT, TEXT))
     q, k, v = (x.to(torch.bfloat16) for x in INPUTS[case](q, k, v, generator))
     # What the host makes of a mask of ones: a bias, once for each head.
     ones = torch.ones(1, TEXT, dtype=torch.int64, device=DEVICE)
@@ -96,13 +101,14 @@ def test_attention_without_an_idle_mask(case):
     errors = {name: (x - truth).abs() / size for name, x in (("eager", eager), ("high", high))}
 
     # A value near zero is a difference of large ones, and its own ULP says nothing: no ULP is smaller than that of the root mean
-    # square of its row (the 128 values of one token and head).
+    # square of its row (the values of one token and head).
     rows = torch.maximum(eager.pow(2).mean(-1, keepdim=True).sqrt(), high.pow(2).mean(-1, keepdim=True).sqrt())
     unit = ulp_bf16(torch.maximum(torch.maximum(eager.abs(), high.abs()), rows).clamp(min=2.0**-126))
     distance = (eager - high).abs() / unit
     figures = {f"{name} {kind}": getattr(error, kind)().item() for name, error in errors.items() for kind in ("max", "mean")}
-    print(f"\n{case}: distance {distance.max().item():.2f} ULP at most, {(distance > 1).double().mean().item():.2e} above one,")
-    print(f"  {(eager != high).double().mean().item():.2e} of the values differ; errors in units of a head's values:")
+    above, differ = (distance > 1).double().mean().item(), (eager != high).double().mean().item()
+    print(f"\n{stream}, {case}: distance {distance.max().item():.2f} ULP at most, {above:.2e} of the values above one,")
+    print(f"  {differ:.2e} differ; errors in units of a head's values:")
     print("  " + ", ".join(f"{name} {value:.3e}" for name, value in figures.items()))
 
     assert figures["high max"] <= 2 * figures["eager max"] and figures["high mean"] <= 2 * figures["eager mean"]
@@ -110,6 +116,14 @@ def test_attention_without_an_idle_mask(case):
     # by more than one ULP, which happens between any two attention kernels: there the error alone counts.
     if case not in ("peaked", "huge_channel"):
         assert distance.max() <= 1
+
+
+@pytest.mark.parametrize("width", [4096, 2048], ids=["video", "audio"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_latents_laid_out(layer, width):
+    distance = distance_of_one_rounding_less(layer, width, DEVICE)
+    print(f"{layer.__name__}, width {width}: distance {distance:.2f} ULP at most")
+    assert distance <= 1
 
 
 @pytest.fixture(scope="module")
