@@ -1,4 +1,4 @@
-"""Write the README's tables of results from the benchmark's JSON files in examples/results.
+"""Write the tables of results from the JSON files in examples/results: a summary in the README, all of it beside the files.
 
     python examples/results_table.py           write them
     python examples/results_table.py --check   exit with 1 if they are not what the files say
@@ -13,12 +13,12 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parent
 RESULTS = EXAMPLES / "results"
-README = EXAMPLES.parent / "README.md"
 BEGIN, END = "<!-- results: written by `make results`, do not edit -->", "<!-- end of results -->"
 NONE = "No results are committed yet: run `make bench` on a GPU."
 SCHEMA = 1
 #: Kernel rows are summed up over the shapes with at least so many rows; the JSON has every shape.
 LARGE = 6144
+SECTIONS = {"forward": "forward", "step": "guided step", "pipeline": "call", "small": "forward"}
 ARMS = {
     "eager": "stock",
     "compiled": "compiled",
@@ -47,8 +47,51 @@ def documents(folder: Path = RESULTS) -> dict[str, dict]:
     return found
 
 
+def summary(found: dict[str, dict]) -> str:
+    """What the runs say of whole forwards, steps and calls, as Markdown: a table for each machine, a row for each section."""
+    machines: dict[str, list[dict]] = {}
+    for document in found.values():
+        machines.setdefault(_machine(document["environment"]), []).extend(document["sections"])
+    parts = []
+    for machine, sections in machines.items():
+        timed = [section for section in sections if section["section"] in SECTIONS and section["equal"]]
+        if timed:
+            parts += [f"{machine}:", _overview(timed)]
+    return "\n\n".join(parts) or NONE
+
+
+def _overview(sections: list[dict]) -> str:
+    arms = [name for name in ARMS if "graph" not in name and any(name in section["arms"] for section in sections)]
+    rows = [["LTX", "what", "clip (tokens)", *(ARMS[name] for name in arms)]]
+    for section in sorted(sections, key=lambda section: list(SECTIONS).index(section["section"])):
+        model, clip = _model_and_clip(section)
+        what = SECTIONS[section["section"]]
+        if "steps" in section:
+            what = f"{section['steps']}-step {what}"
+        elif section["passes"].keys() == {"cfg"} and section["passes"]["cfg"] > 1:
+            what += f", {section['passes']['cfg']} rows"
+        rows.append([model, what, clip, *(_time(section["arms"].get(name)) for name in arms)])
+        if "fast + graphs" in section["arms"]:
+            graphs = section["arms"] | {"fast": section["arms"]["fast + graphs"]}
+            rows.append(["", f"{what}, `cuda_graphs=True`", "", *(_time(graphs.get(name)) for name in arms)])
+    return markdown(rows, left=3)
+
+
+def _time(arm: dict | None) -> str:
+    if arm is None:
+        return ""
+    time = f"{arm['seconds']:.1f} s" if "seconds" in arm else f"{arm['gpu_ms']:.1f} ms"
+    return time if arm["speed_up"] == 1 else f"{time}, {arm['speed_up']:.2f}×"
+
+
+def _machine(at: dict) -> str:
+    power = f", {at['gpu_power_limit_w']:.0f} W" if at.get("gpu_power_limit_w") else ""
+    versions = [f"{tool} {at[tool]}" for tool in ("torch", "triton", "diffusers", "cuda.core") if at.get(tool)]
+    return f"**{at['gpu']}**{power}, {', '.join(versions)}"
+
+
 def tables(found: dict[str, dict]) -> str:
-    """The README's section for these runs, as Markdown."""
+    """All that the runs say, as Markdown for the folder that they lie in."""
     if not found:
         return NONE
     return "\n\n".join(_run(name, document) for name, document in found.items())
@@ -56,10 +99,7 @@ def tables(found: dict[str, dict]) -> str:
 
 def _run(name: str, document: dict) -> str:
     at = document["environment"]
-    power = f", {at['gpu_power_limit_w']:.0f} W" if at.get("gpu_power_limit_w") else ""
-    versions = [f"{tool} {at[tool]}" for tool in ("torch", "triton", "diffusers", "cuda.core") if at.get(tool)]
-    place = f"**{at['gpu']}**{power}, {', '.join(versions)}, {document['date'][:10]}, commit {at.get('commit') or 'unknown'}"
-    parts = [f"{place} ([{name}](examples/results/{name})):"]
+    parts = [f"## [{name}]({name})", f"{_machine(at)}, {document['date'][:10]}, commit {at.get('commit') or 'unknown'}:"]
     forwards = [section for section in document["sections"] if section["section"] not in ("kernels", "pipeline")]
     parts += [_forwards(forwards)] if forwards else []
     pipelines = [section for section in document["sections"] if section["section"] == "pipeline"]
@@ -178,25 +218,34 @@ def _range(values: list[float], form: str, unit: str) -> str:
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
 
 
-def insert(readme: str, section: str) -> str:
-    """The README with its generated section replaced. Raises ValueError if the markers are missing."""
+def insert(text: str, section: str) -> str:
+    """`text` with its generated section replaced. Raises ValueError if the markers are missing."""
     pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
-    if len(pattern.findall(readme)) != 1:
-        raise ValueError("the README must have the results' markers once")
-    return pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", readme)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError("the file must have the results' markers once")
+    return pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text)
+
+
+#: What writes the generated section of which file.
+WRITTEN = {EXAMPLES.parent / "README.md": summary, RESULTS / "README.md": tables}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(arguments)
-    before = README.read_text()
-    after = insert(before, tables(documents()))
-    if options.check:
-        print("The README's results are " + ("those of the files." if before == after else "not those of the files."))
-        return int(before != after)
-    README.write_text(after)
-    return 0
+    found, stale = documents(), []
+    for path, write in WRITTEN.items():
+        before = path.read_text()
+        after = insert(before, write(found))
+        if before != after:
+            stale.append(path)
+            if not options.check:
+                path.write_text(after)
+    if not options.check:
+        return 0
+    print("Not what the results say: " + ", ".join(map(str, stale)) if stale else "The tables are what the results say.")
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

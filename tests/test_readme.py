@@ -141,14 +141,14 @@ def document(*sections, **more) -> dict:
 # The generated tables
 
 
-def test_readme_has_what_the_committed_results_say():
+def test_readmes_have_what_the_committed_results_say():
     assert results_table.main(["--check"]) == 0, "run `make results`"
 
 
 def test_forward_table():
     table = results_table.tables({"h.json": document(forward_section())})
     assert "**Example GPU**, 700 W, torch 2.99.0, triton 3.99.0, diffusers 0.42.1, 2030-01-02, commit 0123456789ab" in table
-    assert "[h.json](examples/results/h.json)" in table
+    assert "[h.json](h.json)" in table
     rows = cells(table)
     assert rows[2] == [
         "2.3", "512x768x121 (6,144)", "1 cfg", "stock", "reference", "100.0", "1.00×", "2.00×", "50", "10,000", "40.0"
@@ -157,6 +157,35 @@ def test_forward_table():
     assert rows[4][3:6] == ["compiled", "differ", "80.0"]
     assert rows[5][3:5] == ["floor", "-"]
     assert len({len(row) for row in rows}) == 1
+
+
+def test_summary_has_a_row_for_each_section_and_a_column_for_each_arm():
+    graphs = forward_section(section="small", arms={"eager": arm(100.0), "fast": arm(50.0), "fast + graphs": arm(20.0)})
+    step = forward_section(section="step", passes={"cfg": 2, "stg": 1}, latents="given", image_to_video=True)
+    unequal = forward_section(equal=False)
+    runs = {
+        "a.json": document(graphs, pipeline_section()),
+        "b.json": document(step, kernels_section(), unequal),
+        "c.json": document(forward_section(passes={"cfg": 2})),
+        "d.json": document(kernels_section(), environment={"gpu": "Another GPU"}),
+    }
+    summary = results_table.summary(runs)
+    assert summary.startswith("**Example GPU**, 700 W, torch 2.99.0, triton 3.99.0, diffusers 0.42.1:\n\n")
+    assert "Another GPU" not in summary  # which has run no whole forward
+    clip = "512x768x121 (6,144)"
+    assert cells(summary) == [
+        ["LTX", "what", "clip (tokens)", "stock", "compiled", "fast path", "fast path, high", "floor"],
+        [*3 * ["---"], *5 * ["---:"]],
+        ["2.3", "forward, 2 rows", clip, "100.0 ms", "80.0 ms, 1.25×", "62.5 ms, 1.60×", "", "50.0 ms, 2.00×"],
+        [
+            "2.3", "guided step", "512x768x121, image to video, latents given (6,144)", "100.0 ms", "80.0 ms, 1.25×",
+            "62.5 ms, 1.60×", "", "50.0 ms, 2.00×",
+        ],
+        ["2.3", "30-step call", clip, "60.0 s", "", "33.0 s, 1.82×", "30.0 s, 2.00×", ""],
+        ["2.3", "forward", clip, "100.0 ms", "", "50.0 ms, 2.00×", "", ""],
+        ["", "forward, `cuda_graphs=True`", "", "100.0 ms", "", "20.0 ms, 5.00×", "", ""],
+    ]  # fmt: skip
+    assert results_table.summary({"b.json": document(kernels_section())}) == results_table.NONE
 
 
 def test_forward_table_says_what_is_special_and_shows_no_time_without_equal_bits():
@@ -229,15 +258,20 @@ def test_schema_is_the_benchmarks():
 
 
 def test_writing_and_checking(tmp_path, monkeypatch, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{results_table.BEGIN}\nold\n{results_table.END}\nafter\n")
-    monkeypatch.setattr(results_table, "README", readme)
+    readme, details = tmp_path / "README.md", tmp_path / "details.md"
+    for path in (readme, details):
+        path.write_text(f"before\n{results_table.BEGIN}\nold\n{results_table.END}\nafter\n")
+    written = {readme: results_table.summary, details: results_table.tables}
+    monkeypatch.setattr(results_table, "WRITTEN", written)
     monkeypatch.setattr(results_table, "documents", lambda: {"h.json": document(forward_section())})
     assert results_table.main(["--check"]) == 1
-    assert "old" in readme.read_text()
+    told = capsys.readouterr().out
+    assert all(str(path) in told and "old" in path.read_text() for path in written)
     assert results_table.main([]) == 0
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "Example GPU" in text and "old" not in text
+    for path in written:
+        text = path.read_text()
+        assert text.startswith("before\n") and text.endswith("\nafter\n") and "Example GPU" in text and "old" not in text
+    assert "h.json" in details.read_text() and "h.json" not in readme.read_text()
     assert results_table.main(["--check"]) == 0
     with pytest.raises(ValueError, match="markers"):
         results_table.insert("no markers", "")
