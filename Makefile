@@ -2,7 +2,7 @@
 # make test      every test that needs no GPU
 # make gpu-test  the tests that need CUDA, with the torch and diffusers that $(PYTHON) already has
 # make bench     the benchmark (needs CUDA); ARGS="--help" for its options
-# make results   write the tables in README.md from examples/results
+# make results   write the tables in README.md and examples/results from the files there
 # make notebooks run the notebooks and keep their outputs
 # make lint      ruff and mypy
 #

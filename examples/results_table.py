@@ -18,13 +18,18 @@ NONE = "No results are committed yet: run `make bench` on a GPU."
 SCHEMA = 1
 #: Kernel rows are summed up over the shapes with at least so many rows; the JSON has every shape.
 LARGE = 6144
+#: What the summary shows: a row for each section of these, a column for each of these arms.
 SECTIONS = {"forward": "forward", "step": "guided step", "pipeline": "call", "small": "forward"}
+SUMMARY_ARMS = ("eager", "compiled", "fast", "high", "fast + compile", "floor")
+#: Of the benchmark's command line.
+DEFAULTS = {"version": "2.3", "batch_size": 1, "guidance": "cfg"}
+FORWARD_ARMS = ("eager", "fast", "compiled", "fast + compile", "floor")
 ARMS = {
     "eager": "stock",
     "compiled": "compiled",
     "fast": "fast path",
-    "high": "fast path, high",
-    "fast + compile": "fast path, compiled",
+    "high": "high",
+    "fast + compile": "compiled + fast path",
     "eager as a graph": "stock as one CUDA graph",
     "fast + graphs": "fast path, cuda_graphs=True",
     "floor": "floor",
@@ -54,32 +59,34 @@ def summary(found: dict[str, dict]) -> str:
         machines.setdefault(_machine(document["environment"]), []).extend(document["sections"])
     parts = []
     for machine, sections in machines.items():
-        timed = [section for section in sections if section["section"] in SECTIONS and section["equal"]]
-        if timed:
-            parts += [f"{machine}:", _overview(timed)]
+        of_models = [section for section in sections if section["section"] in SECTIONS]
+        if of_models:
+            parts += [f"{machine}:", _overview(of_models)]
     return "\n\n".join(parts) or NONE
 
 
 def _overview(sections: list[dict]) -> str:
-    arms = [name for name in ARMS if "graph" not in name and any(name in section["arms"] for section in sections)]
+    arms = [name for name in SUMMARY_ARMS if any(name in section["arms"] for section in sections)]
     rows = [["LTX", "what", "clip (tokens)", *(ARMS[name] for name in arms)]]
     for section in sorted(sections, key=lambda section: list(SECTIONS).index(section["section"])):
         model, clip = _model_and_clip(section)
         what = SECTIONS[section["section"]]
         if "steps" in section:
-            what = f"{section['steps']}-step {what}"
+            what = f"{section['steps']}-step {what}, to the latents"
         elif section["passes"].keys() == {"cfg"} and section["passes"]["cfg"] > 1:
             what += f", {section['passes']['cfg']} rows"
-        rows.append([model, what, clip, *(_time(section["arms"].get(name)) for name in arms)])
-        if "fast + graphs" in section["arms"]:
-            graphs = section["arms"] | {"fast": section["arms"]["fast + graphs"]}
-            rows.append(["", f"{what}, `cuda_graphs=True`", "", *(_time(graphs.get(name)) for name in arms)])
+        rows.append([model, what, clip, *(_time(name, section["arms"].get(name)) for name in arms)])
+        if section["section"] == "small":
+            graphs = {"eager": section["arms"].get("eager as a graph"), "fast": section["arms"].get("fast + graphs")}
+            rows.append([model, f"{what}, as CUDA graphs", clip, *(_time(name, graphs.get(name)) for name in arms)])
     return markdown(rows, left=3)
 
 
-def _time(arm: dict | None) -> str:
+def _time(name: str, arm: dict | None) -> str:
     if arm is None:
         return ""
+    if "speed_up" not in arm:
+        return "not timed" if name == "eager" else "other bits"
     time = f"{arm['seconds']:.1f} s" if "seconds" in arm else f"{arm['gpu_ms']:.1f} ms"
     return time if arm["speed_up"] == 1 else f"{time}, {arm['speed_up']:.2f}×"
 
@@ -99,13 +106,30 @@ def tables(found: dict[str, dict]) -> str:
 
 def _run(name: str, document: dict) -> str:
     at = document["environment"]
-    parts = [f"## [{name}]({name})", f"{_machine(at)}, {document['date'][:10]}, commit {at.get('commit') or 'unknown'}:"]
+    place = f"{_machine(at)}, {document['date'][:10]}, commit {at.get('commit') or 'unknown'}"
+    parts = [f"## [{name}]({name})", f"{place}: `{_command(document)}`"]
     forwards = [section for section in document["sections"] if section["section"] not in ("kernels", "pipeline")]
     parts += [_forwards(forwards)] if forwards else []
     pipelines = [section for section in document["sections"] if section["section"] == "pipeline"]
     parts += [_pipelines(pipelines)] if pipelines else []
     parts += [_kernels(section) for section in document["sections"] if section["section"] == "kernels"]
     return "\n\n".join(parts)
+
+
+def _command(document: dict) -> str:
+    """The command line that makes such a run, without options that have their defaults."""
+    words = ["python -m ltx2_fastpath.bench", document["command"]]
+    for option, value in document["options"].items():
+        flag = "--" + option.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif option == "arms" and value != list(FORWARD_ARMS):
+            words.append(f"{flag} {','.join(value)}")
+        elif option in ("shape", "steps") and value:
+            words += [f"{flag} {each}" for each in value]
+        elif option not in ("arms", "shape", "steps") and value not in (None, False, DEFAULTS.get(option)):
+            words.append(f"{flag} {value}")
+    return " ".join(words)
 
 
 def markdown(rows: list[list[str]], left: int = 1) -> str:
@@ -143,7 +167,7 @@ def _pipelines(sections: list[dict]) -> str:
 
 def _model_and_clip(section: dict) -> list[str]:
     kind = ", image to video" if section["image_to_video"] else ""
-    kind += ", latents given" if section.get("latents") == "given" else ""
+    kind += ", latents given" if section.get("given_latents") else ""
     layers = "" if section["layers"] == 48 else f", {section['layers']} layers"
     return [f"{section['version']}{layers}", f"{section['clip']}{kind} ({section['video_tokens']:,})"]
 
@@ -226,7 +250,7 @@ def insert(text: str, section: str) -> str:
     return pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text)
 
 
-#: What writes the generated section of which file.
+# Which function writes the generated section of which file.
 WRITTEN = {EXAMPLES.parent / "README.md": summary, RESULTS / "README.md": tables}
 
 

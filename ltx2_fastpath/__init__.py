@@ -50,7 +50,7 @@ TypeError: expected a pipeline with an LTX2VideoTransformer3DModel, or that mode
 from pathlib import Path as _Path
 
 if not (_Path(__file__).parent / "patches").is_dir():
-    __path__.append(str(_Path(__file__).parent.parent))  # a checkout that is not installed: patches lies beside this folder
+    __path__.append(str(_Path(__file__).parent.parent))  # a checkout, in which patches lies beside this folder
 
 from .api import FastPath, disable, disabled, enable, quality, report
 

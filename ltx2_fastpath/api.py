@@ -116,6 +116,10 @@ class FastPath:
         """Why a call on `x` takes the stock path; None if it takes the fast one. Reads metadata only."""
         if torch.compiler.is_compiling():
             return "torch.compile is tracing"
+        if torch.jit.is_tracing():
+            return "torch.jit is tracing"
+        if torch._C._functorch.maybe_current_level() is not None:
+            return "torch.func transforms the call"
         return self.why_not_traced(x) or _why_not_device(x.device, x.dtype)
 
     def why_not_traced(self, x: torch.Tensor) -> str | None:
@@ -145,9 +149,9 @@ class FastPath:
 
     @property
     def covers_all_blocks(self) -> bool:
-        """Whether every block's forward was replaced, so that a block can be handed what only ours understands."""
+        """Whether every block calls our forward and nothing else, so that a block can be handed what only ours understands."""
         patches = [self._patches.get(f"transformer_blocks.{i}") for i in range(len(self._blocks()))]
-        return bool(patches) and all(patch and patch.owns(block) for patch, block in zip(patches, self._blocks()))
+        return bool(patches) and all(patch and patch.is_called(block) for patch, block in zip(patches, self._blocks()))
 
     def blocks_take_rows(self) -> bool:
         """Whether every block understands `IndexedRows`, and no hook reads what the blocks are given."""

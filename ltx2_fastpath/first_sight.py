@@ -35,7 +35,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 # Custom ops take no Python objects, so compiled graphs name sites by number. Numbers that have become free are given again: a
-# graph is looked up in Inductor's caches with the number in it, and one that always grew would never be found.
+# graph is looked up in Inductor's caches with the number in it, and one that always grew would never be found. That another
+# transformer's site may answer to a number is no harm, if its op is the same: every site verifies for itself.
 _by_number: "weakref.WeakValueDictionary[int, FirstSight]" = weakref.WeakValueDictionary()
 
 

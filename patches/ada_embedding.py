@@ -15,6 +15,7 @@ from ltx2_fastpath.first_sight import same_bits
 from ltx2_fastpath.ops.numerics import IndexedRows
 
 from .host import transformer_ltx2
+from .survey import why_watched
 
 ADA_EMBEDDINGS = (
     "time_embed",
@@ -134,6 +135,8 @@ def make_forward(fast, name):
         if timestep.numel() < _MANY or timestep.ndim != 1 or added_cond_kwargs or not fast.blocks_take_rows():
             return embed(timestep)
         reason = fast.why_not(timestep)
+        if reason is None:
+            reason = why_watched(module for module in self.modules() if module is not self)
         if reason is None and timestep.is_cuda and torch.cuda.is_current_stream_capturing():
             reason = "a CUDA graph is being captured"
         if reason is not None:

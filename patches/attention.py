@@ -41,8 +41,8 @@ def make_forward(fast, name):
         return qk_op.traced(qk_site, *args)
 
     # In a compiled graph QK-norm + RoPE is one opaque op, and the rest is left to Inductor.
-    steps = _MaskPreparation(), fused_norm_and_rotate, gate_site
-    traced_steps = _prepare_mask, traced_norm_and_rotate, gate_op.eager
+    fused = _MaskPreparation(), fused_norm_and_rotate, gate_site
+    traced = _prepare_mask, traced_norm_and_rotate, gate_op.eager
 
     @functools.wraps(stock)
     def forward(
@@ -70,7 +70,7 @@ def make_forward(fast, name):
                 self, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb, key_rotary_emb, **kwargs
             )  # fmt: skip
 
-        prepare_mask, norm_and_rotate, gate_heads = traced_steps if tracing else steps
+        prepare_mask, norm_and_rotate, gate_heads = traced if tracing else fused
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         if attention_mask is not None:
             attention_mask = prepare_mask(self, attention_mask, source)
@@ -115,8 +115,8 @@ def make_forward(fast, name):
 
 def _why_not_traced(fast, attention, hidden_states):
     """Why a compiled graph holds the host's attention instead of ours."""
-    # Behind torch.compiler.is_exporting(), for which Dynamo puts True whatever it traces for (seen in torch 2.11).
-    if torch.compiler._is_exporting_flag:
+    # Not torch.compiler.is_exporting(): of that Dynamo makes True, whatever it traces for (torch 2.11).
+    if getattr(torch.compiler, "_is_exporting_flag", False):
         return "torch.export is tracing"  # what it makes is for processes without us
     if not qk_op.traceable(attention.norm_q, attention.norm_k, hidden_states, attention.inner_dim, attention.heads):
         return "norms, widths or hidden states that the kernels do not take"

@@ -7,18 +7,17 @@ replay, and another value means another graph. A graph is used only after its fi
 """
 
 import collections
-import functools
 import threading
 import weakref
 from typing import NamedTuple
 
 import torch
-from diffusers.models import attention_dispatch
 
 from ltx2_fastpath.first_sight import same_bits
 
 from .host import transformer_ltx2
-from .rope import ROPES
+from .rope import ROPES, tables_of
+from .survey import switches
 
 LIMIT = 8  # graphs kept; the one not replayed for longest is dropped
 _SMALL = 64  # elements of a CPU tensor whose values are part of what a graph is for
@@ -177,30 +176,10 @@ def _key(fast, transformer, arguments):
             parts.append((name, repr(value)))
     video, audio = (arguments[name] for name in _COORDINATES)
     coordinates = (video, audio, video[:, 0:1], audio[:, 0:1])
-    embed = transformer_ltx2.LTX2AudioVideoRotaryPosEmbed.forward
-    tables = [
-        fast.sites[f"{name}.tables"].find(at, functools.partial(embed, getattr(transformer, name)))
-        for name, at in zip(ROPES, coordinates)
-    ]
+    tables = [tables_of(fast, name, getattr(transformer, name), at) for name, at in zip(ROPES, coordinates)]
     if any(table is None for table in tables):
         return None
-    return (*parts, _Tables(tables), _switches())
-
-
-def _switches() -> tuple:
-    """torch's and diffusers' switches that choose kernels."""
-    cuda = torch.backends.cuda
-    return (
-        attention_dispatch._AttentionBackendRegistry.get_active_backend()[0],
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.matmul.allow_tf32,
-        cuda.matmul.allow_bf16_reduced_precision_reduction,
-        cuda.matmul.allow_fp16_reduced_precision_reduction,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    return (*parts, _Tables(tables), switches())
 
 
 def _why_not() -> str | None:

@@ -4,10 +4,10 @@ LTX-2.3's default call makes three forwards a step. The STG pass (spatio-tempora
 CFG pass from its first perturbed block on, and only there. So the hidden states that enter that block in the CFG pass are kept,
 and an STG pass whose inputs are, by value, those of one row of the CFG pass starts at that block.
 
-It is off until a request has shown that it makes STG passes, until the prefix was run both ways at these shapes and gave the
-same bits, and wherever something watches the blocks that would be skipped. Where LTX2Pipeline draws the latents itself, the two
-passes have other bits in stock (high.py says why), and lossless reuses nothing. Given latents lie alike in memory for both,
-and so do those of LTX2ConditionPipeline and LTX2InContextPipeline.
+It is off until a request has shown that it makes STG passes, and until the prefix was run both ways at these shapes and gave the
+same bits: that takes two steps of the first call. It is off, too, wherever something watches the blocks that would be skipped.
+Where LTX2Pipeline draws the latents itself, the two passes have other bits in stock (high.py says why), and lossless reuses
+nothing. Given latents lie alike in memory for both, and so do those of LTX2ConditionPipeline and LTX2InContextPipeline.
 """
 
 import copy
@@ -28,13 +28,13 @@ from .survey import Survey
 
 # Arguments that only tell what is perturbed, or how the result is wrapped.
 _IGNORED = {"spatio_temporal_guidance_blocks", "perturbation_mask", "return_dict"}
-_FORGET_AFTER = 2  # passes kept in vain, after which nothing is kept any more
 
 
 def make_forward(fast):
     """The replacement forward of the transformer."""
     stock = transformer_ltx2.LTX2VideoTransformer3DModel.forward
     signature = inspect.signature(stock)
+    names = list(signature.parameters)
     prefix = fast.sites["guidance.prefix"]
     graphs = fast.sites["cuda_graphs"]
 
@@ -46,10 +46,12 @@ def make_forward(fast):
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         arguments.pop("self")
-        call = functools.partial(stock, self, *args, **kwargs)  # as given: the host scales LoRAs by keyword arguments alone
+        # The host scales LoRAs by keyword arguments alone, so a call must stay as it was given.
+        arguments["attention_kwargs"] = kwargs.get("attention_kwargs")
         if changes := high.changes(fast, arguments):
             arguments |= changes
-            call = functools.partial(stock, self, **arguments)
+            args = tuple(changes.get(name, value) for name, value in zip(names[1:], args))
+            kwargs = kwargs | {name: value for name, value in changes.items() if name not in names[1 : 1 + len(args)]}
         if fast.cuda_graphs and fast.why_not(arguments["hidden_states"]) is None:
             survey = prefix.survey(self)
             reason = _why_watched(fast, self, survey)
@@ -57,7 +59,7 @@ def make_forward(fast):
                 return graphs.forward(fast, self, survey, arguments, functools.partial(stock, self))
             graphs.refuse(reason)
         with prefix.passing(fast, self, arguments) as this:
-            result = call()
+            result = stock(self, *args, **kwargs)
         if this is not None and this.was_cut_short():
             return stock(self, *args, **kwargs)
         return result
@@ -97,12 +99,11 @@ class _Keep(_Pass):
     Of its arguments it keeps copies (34 MB at 14,080 tokens), because callers may change theirs in place between two passes.
     """
 
-    def __init__(self, at, arguments, layout, state):
+    def __init__(self, at, arguments, state):
         super().__init__(at)
         self.arguments = {
-            name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in arguments.items()
+            name: _copied(value) if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in arguments.items()
         }
-        self.layout = layout
         self.state = state
         self.video = self.audio = None
 
@@ -142,8 +143,7 @@ class _Current(threading.local):
 
     value: Any = None  # the pass that it is in
     at: int | None = None  # the first perturbed block of the STG passes seen
-    before: tuple = ()  # the layout of the pass before
-    in_vain = 0
+    before: tuple = ()  # the layout of the last pass without perturbation, which is that of `kept`
     kept: Any = None  # a _Keep that has arrived, or None
 
 
@@ -160,8 +160,11 @@ class PrefixReuse:
         self.fast = 0
         self.stock = 0
         self._notes: set[str] = set()
-        self._verified: dict = {}
-        self._other_bits: set = set()  # {(block, layout of a pass, layout of the STG pass after it)} that gave other bits
+        self._settings: list = []  # with which the following was found
+        # (perturbed block, layout of a pass, layout of the STG pass after it): those that gave other bits, and, with the chunk of
+        # rows, those that gave the same.
+        self._other_bits: set[tuple] = set()
+        self._verified: set[tuple] = set()
         self._current = _Current()
         # A survey holds the weights, which must not outlive the transformer because somebody holds its handle.
         self._surveys: weakref.WeakKeyDictionary[torch.nn.Module, Survey] = weakref.WeakKeyDictionary()
@@ -171,6 +174,7 @@ class PrefixReuse:
         survey = self._surveys.get(transformer)
         if survey is None or not survey.holds(transformer):
             survey = self._surveys[transformer] = Survey(transformer)
+            self._settings = []
         return survey
 
     @property
@@ -187,7 +191,7 @@ class PrefixReuse:
 
     def _plan(self, fast, transformer, arguments):
         stg_blocks, mine = arguments.get("spatio_temporal_guidance_blocks"), self._current
-        if arguments.get("isolate_modalities"):
+        if arguments.get("isolate_modalities") or fast.why_not(arguments["hidden_states"]) is not None:
             return None
         layout = _layout(arguments)
         if not stg_blocks:
@@ -198,35 +202,35 @@ class PrefixReuse:
             mine.at = mine.kept = None
             self.stock += 1
             return None
-        if fast.why_not(arguments["hidden_states"]) is not None:
-            return None
         survey = self.survey(transformer)
-        reason = _why_watched(fast, transformer, survey)
+        reason = _why_watched(fast, transformer, survey) or survey.why_unforeseen()
         if reason is not None:
             mine.kept = None
             if stg_blocks:
                 self.stock += 1
                 self._notes.add(reason)
             return None
+        settings = survey.settings()
+        if settings != self._settings:  # other kernels may sum in another order
+            self._settings = settings
+            self._other_bits.clear()
+            self._verified.clear()
         if not stg_blocks:
-            return self._plan_keep(survey.state(), arguments, layout)
+            return self._plan_keep(survey.state(), arguments)
         return self._plan_stg(survey.state(), arguments, layout, min(stg_blocks))
 
-    def _plan_keep(self, state, arguments, layout):
+    def _plan_keep(self, state, arguments):
         mine = self._current
-        mine.in_vain = mine.in_vain + 1 if mine.kept is not None else 0
-        mine.kept = None
-        if mine.in_vain >= _FORGET_AFTER:
-            mine.at, mine.in_vain = None, 0
+        if mine.kept is not None:  # in vain: there are no STG passes any more
+            mine.at = mine.kept = None
             return None
-        return _Keep(mine.at, arguments, layout, state)
+        return _Keep(mine.at, arguments, state)
 
     def _plan_stg(self, state, arguments, layout, at):
         mine = self._current
         kept, mine.kept = mine.kept, None
         if at != mine.at:
             mine.at, kept = at, None
-        mine.in_vain = 0
         if kept is None or at == 0:
             self.stock += 1
             return None
@@ -237,23 +241,23 @@ class PrefixReuse:
             return None
         rows = arguments["hidden_states"].shape[0]
         video, audio = (states[chunk * rows : (chunk + 1) * rows] for states in (kept.video, kept.audio))
-        layouts = at, kept.layout, layout
-        signature = (chunk, kept.video.dtype, *layouts)
-        if self._verified.get(signature):
+        layouts = at, mine.before, layout
+        if (*layouts, chunk) in self._verified:
             self.fast += 1
             return _Reuse(at, video, audio)
         self.stock += 1
-        if signature in self._verified:
-            return None
 
         def verdict(equal):
-            self._verified[signature] = equal
-            how = "bit-equal both ways"
-            if not equal:
+            if equal:
+                if _is_constant(arguments["hidden_states"]) or _is_constant(arguments["audio_hidden_states"]):
+                    return  # which shows nothing: every order of a sum of zeros gives the same bits
+                self._verified.add((*layouts, chunk))
+                how = "bit-equal both ways"
+            else:
                 self._other_bits.add(layouts)
                 how = "not bit-equal, so not reused"
                 if kept.arguments["hidden_states"].is_contiguous() != arguments["hidden_states"].is_contiguous():
-                    how += ' (the latents lie otherwise in memory, and so have other bits in stock; quality "high" lays them out)'
+                    how += ' (in stock, too: the latents are laid out differently in memory; quality "high" lays them out alike)'
             self._notes.add(f"blocks 0 to {at - 1} at {list(kept.video.shape)}: {how}")
 
         return _Check(at, video, audio, verdict)
@@ -281,7 +285,7 @@ def _equal_chunk(kept: dict, arguments: dict) -> int | None:
     """Which rows of the kept pass had, by value, the inputs of this one: chunk j is rows [j·b, (j+1)·b). One synchronisation."""
     rows = arguments["hidden_states"].shape[0]
     kept_rows = kept["hidden_states"].shape[0]
-    if kept_rows % rows or kept.keys() != arguments.keys():
+    if not rows or kept_rows % rows or kept.keys() != arguments.keys():
         return None
     flags = []
     for name in arguments.keys() - _IGNORED:
@@ -294,11 +298,23 @@ def _equal_chunk(kept: dict, arguments: dict) -> int | None:
             return None
         if before.shape[:1] != (kept_rows,) or now.shape != (rows, *before.shape[1:]):
             return None
+        if before.stride(0) == 0:  # all rows are one
+            before = before[:rows]
         chunks = bits(before).unflatten(0, (-1, rows)) == bits(now)
-        flags.append(chunks.flatten(1).all(1).to(arguments["hidden_states"].device))
+        equal = chunks.flatten(1).all(1).expand(kept_rows // rows)
+        flags.append(equal.to(arguments["hidden_states"].device))
     equal = torch.stack(flags).all(0).tolist()
     # The positive prompt comes last.
     return next((chunk for chunk in reversed(range(len(equal))) if equal[chunk]), None)
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x`, which keeps rows that are one in memory (a mask of all tokens with all can have a gigabyte) one."""
+    return x[:1].clone().expand_as(x) if x.ndim and len(x) > 1 and x.stride(0) == 0 else x.clone()
+
+
+def _is_constant(x: torch.Tensor) -> bool:
+    return bool((x == x.flatten()[:1]).all())
 
 
 def _same_value(a, b) -> bool:
@@ -318,12 +334,12 @@ def _why_watched(fast, transformer, survey) -> str | None:
     """Why blocks must not be skipped: something may be watching them."""
     if fast.is_compiled():
         return "the blocks are compiled"
-    if not fast.covers_all_blocks:
-        return "not all blocks are patched"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "global module hooks are set"
-    if survey.is_hooked():
-        return "hooks watch the blocks"
+    if reason := survey.why_watched():
+        return reason
+    if not fast.covers_all_blocks:
+        return "not all blocks are patched"
     if transformer.training:
         return "the transformer is in training mode"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

@@ -38,6 +38,15 @@ def _is_bound(value, function, module) -> bool:
     return isinstance(value, types.MethodType) and value.__func__ is function and value.__self__ is module
 
 
+def is_foreign(module) -> bool:
+    """Whether something stands over the forward of `module` that is neither its class's, nor a replacement, nor a known hook."""
+    forward = vars(module).get("forward")
+    if forward is None or vars(module).keys() & {"_hf_hook", "_diffusers_hook"}:
+        return False
+    known = isinstance(forward, types.MethodType) and forward.__self__ is module
+    return not (known and (forward.__func__ is type(module).forward or forward.__func__ in _replacements))
+
+
 def strip(module) -> None:
     """Take out the replacements that a deep copy brought along from the module it was made of."""
     if module in _owners:
@@ -78,9 +87,9 @@ class Patch:
         _replacements.add(self.replacement)
         _owners.add(owner)
 
-    def owns(self, module) -> bool:
-        """Whether it is `module` whose forward was replaced."""
-        return self._owner() is module
+    def is_called(self, module) -> bool:
+        """Whether a call of `module` is a call of the replacement, with nothing around it or in its place."""
+        return _is_bound(vars(module).get("forward"), self.replacement, module)
 
     def undo(self) -> None:
         """Put back what was there; a no-op where the replacement, or its owner, is no longer in place."""

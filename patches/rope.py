@@ -20,7 +20,6 @@ _KEPT = 4
 def make_forward(fast, name):
     """The replacement forward for the embedding called `name`."""
     stock = transformer_ltx2.LTX2AudioVideoRotaryPosEmbed.forward
-    tables = fast.sites[f"{name}.tables"]
 
     @functools.wraps(stock)
     def forward(self, coords, device=None):
@@ -34,10 +33,18 @@ def make_forward(fast, name):
         if reason is not None:
             fast.count_stock(name, reason)
             return stock(self, coords, device)
-        compact = tables.find(coords, lambda at: stock(self, at))
+        compact = tables_of(fast, name, self, coords)
         return stock(self, coords, device) if compact is None else MovableRope(compact)
 
     return forward
+
+
+def tables_of(fast, name, embedding, coords):
+    """The compact tables of `embedding`, which is called `name`, for `coords`; None where they do not repeat enough."""
+    # What its result depends on beside the coordinates.
+    settings = tuple(item for item in vars(embedding).items() if isinstance(item[1], (int, float, str, tuple)))
+    embed = functools.partial(transformer_ltx2.LTX2AudioVideoRotaryPosEmbed.forward, embedding)
+    return fast.sites[f"{name}.tables"].find(coords, settings, embed)
 
 
 class MovableRope(Rope):
@@ -63,11 +70,15 @@ class TableCache:
         self.notes: list[str] = []
         self._entries: list = []
 
-    def find(self, coords, embed):
-        """The tables for `coords`, made by the host's `embed` if need be; None where coordinates do not repeat enough."""
+    def find(self, coords, settings, embed):
+        """The tables for `coords`, made by the host's `embed` if need be; None where coordinates do not repeat enough.
+
+        `settings` is what else `embed` depends on.
+        """
         key = None
         if not coords.is_inference():
-            key = (coords.data_ptr(), coords.shape, coords.stride(), coords.dtype, coords.device, coords._version)
+            layout = coords.shape, coords.stride(), coords.dtype, coords.device
+            key = (coords.data_ptr(), coords._version, *layout, settings)
         for entry in self._entries:
             if key is not None and entry[0] == key:
                 self.fast += 1
@@ -75,8 +86,9 @@ class TableCache:
         if coords.is_cuda and torch.cuda.is_current_stream_capturing():
             self.stock += 1
             return None
-        for *_, kept, compact in self._entries:
+        for *_, kept, kept_settings, compact in self._entries:
             alike = (kept.shape, kept.dtype, kept.device) == (coords.shape, coords.dtype, coords.device)
+            alike = alike and kept_settings == settings
             if alike and torch.equal(kept, coords):
                 self.fast += 1
                 return compact
@@ -90,5 +102,5 @@ class TableCache:
         self.notes = [f"{tokens} tokens {told}"]
         # The entry keeps the coordinates alive, so that their address cannot come to mean others; a copy, which nobody changes in
         # place, is what is compared.
-        self._entries = [(key, coords, coords.clone(), compact), *self._entries[: _KEPT - 1]]
+        self._entries = [(key, coords, coords.clone(), settings, compact), *self._entries[: _KEPT - 1]]
         return compact

@@ -2,6 +2,12 @@
 
 import weakref
 
+import torch
+from diffusers.models import attention_dispatch
+
+from .host import transformer_ltx2
+from .patch import is_foreign
+
 
 class Survey:
     """What a forward depends on besides its arguments, and who watches it."""
@@ -9,7 +15,8 @@ class Survey:
     def __init__(self, transformer):
         self._transformer = weakref.ref(transformer)
         self._children, self._tensors, self._stateful = [], [], []
-        for module in transformer.modules():
+        self._modules = [module for module in transformer.modules() if module is not transformer]
+        for module in (transformer, *self._modules):
             if module._modules:
                 self._children.append((module._modules, list(module._modules.items())))
             for store in (module._parameters, module._buffers):
@@ -18,7 +25,7 @@ class Survey:
                 self._stateful.append((module, _processor_state))
             elif hasattr(module, "scaling"):
                 self._stateful.append((module, _adapter_state))
-        self._block_modules = list(transformer.transformer_blocks.modules())
+        self._processed = [module for module, read in self._stateful if read is _processor_state]
 
     def holds(self, transformer) -> bool:
         """Whether these are still the modules and the tensors of `transformer`."""
@@ -28,17 +35,54 @@ class Survey:
             and all(store.get(name) is tensor for store, name, tensor in self._tensors)
         )
 
-    def is_hooked(self) -> bool:
-        """Whether hooks of torch, diffusers or accelerate are on the blocks or on anything in them."""
-        return any(
-            module._forward_hooks or module._forward_pre_hooks or "_diffusers_hook" in vars(module) or "_hf_hook" in vars(module)
-            for module in self._block_modules
-        )
+    def why_watched(self) -> str | None:
+        return why_watched(self._modules)
+
+    def why_unforeseen(self) -> str | None:
+        """Why two forwards may compute differently though their `state` is the same; None if they cannot."""
+        if any(tensor.is_inference() for _, _, tensor in self._tensors):
+            return "the weights are inference tensors, whose changes cannot be seen"
+        plain = transformer_ltx2.LTX2AudioVideoAttnProcessor, transformer_ltx2.LTX2PerturbedAttnProcessor
+        if any(type(attention.processor) not in plain for attention in self._processed):
+            return "the attention's processors are not diffusers' own, and may have a state"
+        return None
 
     def state(self) -> list:
         """Equal for two forwards only if both compute with the same weights, adapters, processors and backends."""
         weights = [(t.data_ptr(), None if t.is_inference() else t._version) for _, _, t in self._tensors]
-        return weights + [read(module) for module, read in self._stateful]
+        return weights + self.settings()
+
+    def settings(self) -> list:
+        """What kernels are chosen by beside weights and arguments: equal for two forwards only if they choose the same ones."""
+        return [switches(), *(read(module) for module, read in self._stateful)]
+
+
+def why_watched(modules) -> str | None:
+    """What in `modules` may see every call, or make each another; None if nothing does."""
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks or vars(module).keys() & {"_diffusers_hook", "_hf_hook"}:
+            return "hooks watch the modules"
+        if is_foreign(module):
+            return "a module's forward was replaced by something else"
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p:
+            return "a dropout is in training mode"
+    return None
+
+
+def switches() -> tuple:
+    """torch's and diffusers' switches that choose kernels."""
+    cuda = torch.backends.cuda
+    return (
+        attention_dispatch._AttentionBackendRegistry.get_active_backend()[0],
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.matmul.allow_tf32,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def _processor_state(attention):

@@ -456,8 +456,8 @@ def test_no_timing_of_an_unequal_forward(stand_ins, any_width):
 @torch.no_grad()
 def test_passes_of_a_step_share_latents_and_prompt():
     arguments = models.tiny_transformer("2.3"), TINY_CLIP, forward.STEP_PASSES, True
-    for latents, laid_out in (("drawn", [True, False, False]), ("given", 3 * [True])):
-        passes = forward._inputs(*arguments, latents)
+    for given, laid_out in ((False, [True, False, False]), (True, 3 * [True])):
+        passes = forward._inputs(*arguments, given)
         assert [kwargs["hidden_states"].is_contiguous() for kwargs in passes.values()] == laid_out
     both, *singles = passes.values()
     for name, value in both.items():
@@ -553,9 +553,9 @@ def record_forwards(transformer) -> list[dict]:
     return forwards
 
 
-def measured_pipeline(arms, steps=2, latents="drawn"):
+def measured_pipeline(arms, steps=2, given_latents=False):
     meter, section = Clock(), {"section": "pipeline", "version": "2.3", "notes": []}
-    pipeline.measure(section, arms, TINY_CLIP, latents, steps, meter, lambda text: None)
+    pipeline.measure(section, arms, TINY_CLIP, given_latents, steps, meter, lambda text: None)
     return section, meter
 
 
@@ -612,7 +612,7 @@ def test_more_steps_are_timed_without_another_warm_up(stand_ins, any_width):
     transformer = models.tiny_transformer("2.3")
     arms = pipeline.arms_of(transformer)
     forwards, told = record_forwards(transformer), []
-    pipeline.warm_up(arms, TINY_CLIP, "drawn", told.append)
+    pipeline.warm_up(arms, TINY_CLIP, False, told.append)
     assert len(forwards) == 3 * 3 and len(told) == 2
     assert not measured_pipeline(arms, 3)[0]["notes"] and not measured_pipeline(arms, 2)[0]["notes"]
     assert len(forwards) == 3 * (3 + 3 + 2)
@@ -623,7 +623,7 @@ def test_reused_prefixes_are_those_of_the_timed_call(stand_ins, any_width, monke
     one_row = dict(guidance_scale=1.0, audio_guidance_scale=1.0)  # for CPUs sum in another order for two
     monkeypatch.setattr(models, "latents_request", lambda *args, **options: request(*args, **options) | one_row)
     arms = pipeline.arms_of(models.tiny_transformer("2.3", num_layers=3))
-    pipeline.warm_up(arms, TINY_CLIP, "drawn", lambda text: None)
+    pipeline.warm_up(arms, TINY_CLIP, False, lambda text: None)
     assert arms["fast"].reused == 1
     section, _ = measured_pipeline(arms, 4)
     assert section["equal"] and section["arms"]["fast"]["prefixes_reused"] == 4
@@ -634,8 +634,8 @@ def test_given_latents_are_the_noise_that_would_be_drawn(stand_ins, any_width):
     transformer = models.tiny_transformer("2.3", dtype=torch.bfloat16)
     arms = pipeline.arms_of(transformer)
     forwards = record_forwards(transformer)
-    drawn, given = (measured_pipeline(arms, latents=latents)[0] for latents in ("drawn", "given"))
-    assert (drawn["latents"], given["latents"]) == ("drawn", "given") and drawn["equal"] and given["equal"]
+    drawn, given = (measured_pipeline(arms, given_latents=given)[0] for given in (False, True))
+    assert (drawn["given_latents"], given["given_latents"]) == (False, True) and drawn["equal"] and given["equal"]
     assert "latents given" in table.section_text(given) and "latents given" not in table.section_text(drawn)
     before, after = forwards[:6], forwards[6:]
     for name in ("hidden_states", "audio_hidden_states"):
@@ -806,7 +806,6 @@ def test_clips():
 def test_choices_of_the_command_line():
     assert set(cli.VERSIONS) == set(models.CONFIGS)
     assert cli.ARMS == forward.FORWARD_ARMS
-    assert cli.LATENTS == models.LATENTS
 
 
 @pytest.mark.parametrize("argv", [[], ["kernels"], ["forward", "--shape", "64x64x9"], ["step"], ["small"], ["pipeline"]])
@@ -935,18 +934,18 @@ def test_sections(monkeypatch, high):
     ((_, _, _, arms, _),) = sections_of("forward", "--arms", "compiled,floor", "--quick")
     assert arms == ("eager", "fast", "floor")
 
-    ((_, _, _, arms, options),) = sections_of("step", "--high", "--latents", "given")
-    assert options["latents"] == "given"
+    ((_, _, _, arms, options),) = sections_of("step", "--high", "--given-latents")
+    assert options["given_latents"]
     assert arms == ("eager", "fast", "high", "compiled", "floor")
 
     both, three = ["eager", "fast"], ["eager", "fast", "high"]
     medium, large = (512, 768, 121), (704, 1280, 121)
-    assert sections_of("pipeline") == [("warm-up", both, medium, "drawn"), ("pipeline", both, medium, "drawn", 30)]
-    assert sections_of("pipeline", "--quick")[1:] == [("pipeline", both, medium, "drawn", 4)]
-    assert [section[3] for section in sections_of("pipeline", "--latents", "given")] == ["given", "given"]
+    assert sections_of("pipeline") == [("warm-up", both, medium, False), ("pipeline", both, medium, False, 30)]
+    assert sections_of("pipeline", "--quick")[1:] == [("pipeline", both, medium, False, 4)]
+    assert [section[3] for section in sections_of("pipeline", "--given-latents")] == [True, True]
     asked = "--high", "--shape", "512x768x121", "--shape", "704x1280x121", "--steps", "8", "--steps", "30"
     assert sections_of("pipeline", *asked) == [
-        (name, three, clip, "drawn", *steps)
+        (name, three, clip, False, *steps)
         for clip in (medium, large)
         for name, *steps in (("warm-up",), ("pipeline", 8), ("pipeline", 30))
     ]

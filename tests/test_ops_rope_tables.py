@@ -151,7 +151,7 @@ def cache():
 
 def found(cache, coords, embed):
     """The tables that the cache gives for `coords`, seen to be the host's."""
-    compact = cache.find(coords, embed)
+    compact = cache.find(coords, (), embed)
     assert_equal_bits(compact.full(), embed.stock(coords))
     return compact
 
@@ -204,7 +204,7 @@ def test_cache_remembers_coordinates_that_do_not_repeat(cache, monkeypatch):
     monkeypatch.setattr(rope_tables, "_FEW_ROWS", 0)
     coords = torch.rand(1, 3, 60, 2, generator=torch.Generator().manual_seed(0))
     embed = Embedding()
-    assert cache.find(coords, embed) is None and cache.find(coords, embed) is None
+    assert cache.find(coords, (), embed) is None and cache.find(coords, (), embed) is None
     assert embed.calls == 0 and "do not repeat" in cache.notes[0]
 
 

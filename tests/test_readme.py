@@ -147,7 +147,7 @@ def test_readmes_have_what_the_committed_results_say():
 
 def test_forward_table():
     table = results_table.tables({"h.json": document(forward_section())})
-    assert "**Example GPU**, 700 W, torch 2.99.0, triton 3.99.0, diffusers 0.42.1, 2030-01-02, commit 0123456789ab" in table
+    assert "**Example GPU**, 700 W, torch 2.99.0, triton 3.99.0, diffusers 0.42.1, 2030-01-02, commit 0123456789ab: `" in table
     assert "[h.json](h.json)" in table
     rows = cells(table)
     assert rows[2] == [
@@ -160,11 +160,13 @@ def test_forward_table():
 
 
 def test_summary_has_a_row_for_each_section_and_a_column_for_each_arm():
-    graphs = forward_section(section="small", arms={"eager": arm(100.0), "fast": arm(50.0), "fast + graphs": arm(20.0)})
-    step = forward_section(section="step", passes={"cfg": 2, "stg": 1}, latents="given", image_to_video=True)
-    unequal = forward_section(equal=False)
+    timed = {"eager": arm(100.0), "fast": arm(50.0), "eager as a graph": arm(40.0), "fast + graphs": arm(20.0)}
+    small = forward_section(section="small", arms=timed)
+    step = forward_section(section="step", passes={"cfg": 2, "stg": 1}, given_latents=True, image_to_video=True)
+    untimed = {"eager": {"peak_bytes": 1}, "fast": {"equal": {"cfg video": False}}}
+    unequal = forward_section(version="2.0", equal=False, arms=untimed)
     runs = {
-        "a.json": document(graphs, pipeline_section()),
+        "a.json": document(small, pipeline_section()),
         "b.json": document(step, kernels_section(), unequal),
         "c.json": document(forward_section(passes={"cfg": 2})),
         "d.json": document(kernels_section(), environment={"gpu": "Another GPU"}),
@@ -174,16 +176,17 @@ def test_summary_has_a_row_for_each_section_and_a_column_for_each_arm():
     assert "Another GPU" not in summary  # which has run no whole forward
     clip = "512x768x121 (6,144)"
     assert cells(summary) == [
-        ["LTX", "what", "clip (tokens)", "stock", "compiled", "fast path", "fast path, high", "floor"],
+        ["LTX", "what", "clip (tokens)", "stock", "compiled", "fast path", "high", "floor"],
         [*3 * ["---"], *5 * ["---:"]],
+        ["2.0", "forward", clip, "not timed", "", "other bits", "", ""],
         ["2.3", "forward, 2 rows", clip, "100.0 ms", "80.0 ms, 1.25×", "62.5 ms, 1.60×", "", "50.0 ms, 2.00×"],
         [
             "2.3", "guided step", "512x768x121, image to video, latents given (6,144)", "100.0 ms", "80.0 ms, 1.25×",
             "62.5 ms, 1.60×", "", "50.0 ms, 2.00×",
         ],
-        ["2.3", "30-step call", clip, "60.0 s", "", "33.0 s, 1.82×", "30.0 s, 2.00×", ""],
+        ["2.3", "30-step call, to the latents", clip, "60.0 s", "", "33.0 s, 1.82×", "30.0 s, 2.00×", ""],
         ["2.3", "forward", clip, "100.0 ms", "", "50.0 ms, 2.00×", "", ""],
-        ["", "forward, `cuda_graphs=True`", "", "100.0 ms", "", "20.0 ms, 5.00×", "", ""],
+        ["2.3", "forward, as CUDA graphs", clip, "40.0 ms, 2.50×", "", "20.0 ms, 5.00×", "", ""],
     ]  # fmt: skip
     assert results_table.summary({"b.json": document(kernels_section())}) == results_table.NONE
 
@@ -203,7 +206,7 @@ def test_forward_table_shows_high_over_the_lossless_fast_path():
     section["arms"]["high"] = arm(50.0, equal={"cfg video": False}, over_fast=1.25)
     rows = cells(results_table.tables({"h.json": document(section, forward_section())}))
     assert rows[0][-1] == "over fast path" and len({len(row) for row in rows}) == 1
-    (high,) = (row for row in rows if row[3] == "fast path, high")
+    (high,) = (row for row in rows if row[3] == "high")
     assert high[4:7] == ["differ", "50.0", "2.00×"] and high[-1] == "1.25×"
     assert all(row[-1] == "" for row in rows[2:] if row is not high)
 
@@ -220,7 +223,7 @@ def test_pipeline_table():
     assert rows == [
         ["2.3", "512x768x121 (6,144)", "30", "stock", "reference", "60.0", "1.00×", "-", "41.0"],
         ["", "", "", "fast path", "equal", "33.0", "1.82×", "30 of 30", "40.0"],
-        ["", "", "", "fast path, high", "differ: PSNR video 61.2 dB, audio equal", "30.0", "2.00×", "29 of 30", "40.0"],
+        ["", "", "", "high", "differ: PSNR video 61.2 dB, audio equal", "30.0", "2.00×", "29 of 30", "40.0"],
         ["2.3, 12 layers", "512x768x121 (6,144)", "8", "stock", "reference", "not timed", "", "", ""],
         ["", "", "", "fast path", "differ", "not timed", "", "", ""],
     ]
@@ -251,10 +254,33 @@ def test_runs_that_did_not_finish_and_other_files_are_left_out(tmp_path):
         results_table.documents(tmp_path)
 
 
-def test_schema_is_the_benchmarks():
+def test_schema_arms_and_defaults_are_the_benchmarks():
+    from ltx2_fastpath.bench import __main__ as cli
     from ltx2_fastpath.bench import document as bench_document
 
     assert results_table.SCHEMA == bench_document.SCHEMA
+    assert results_table.FORWARD_ARMS == cli.ARMS
+    options = vars(cli.parser().parse_args(["forward"]))
+    assert {name: options[name] for name in results_table.DEFAULTS} == results_table.DEFAULTS
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "forward --shape 512x768x121 --shape 704x1280x121 --high --repeats 5",
+        "forward --image-to-video --arms eager,fast --batch-size 2",
+        "pipeline --given-latents --steps 8 --steps 30",
+        "kernels --repeats 10 --version 2.5 --quick",
+        "small",
+    ],
+)
+def test_a_table_tells_the_command_that_makes_its_run(line):
+    from ltx2_fastpath.bench import __main__ as cli
+
+    options = cli.parser().parse_args(line.split())
+    run = json.loads(json.dumps({"command": options.section, "options": cli._settings(options)}))
+    command = results_table._command(run)
+    assert command.startswith("python -m ltx2_fastpath.bench ") and sorted(command.split()[3:]) == sorted(line.split())
 
 
 def test_writing_and_checking(tmp_path, monkeypatch, capsys):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 VERSIONS = ("2.0", "2.3", "2.5")
-LATENTS = ("drawn", "given")
 SHAPE = "512x768x121"
 # Arms of `forward`; the first two always run.
 ARMS = ("eager", "fast", "compiled", "fast + compile", "floor")
@@ -47,13 +46,11 @@ def parser() -> argparse.ArgumentParser:
     )
     images = argparse.ArgumentParser(add_help=False)
     images.add_argument("--image-to-video", action="store_true", help="a timestep for every token")
-    origins = argparse.ArgumentParser(add_help=False)
-    origins.add_argument(
-        "--latents",
-        choices=LATENTS,
-        default=LATENTS[0],
-        help="where a pipeline call has its first latents from; the STG pass starts late only where they are given, as its bits"
-        " differ from those of the CFG pass otherwise (default: %(default)s)",
+    latents = argparse.ArgumentParser(add_help=False)
+    latents.add_argument(
+        "--given-latents",
+        action="store_true",
+        help="as in a call that is given its latents, whose STG pass can start at its first perturbed block",
     )
     tiers = argparse.ArgumentParser(add_help=False)
     tiers.add_argument("--high", action="store_true", help='add the arm of quality="high", whose difference is reported')
@@ -94,13 +91,13 @@ def parser() -> argparse.ArgumentParser:
         model,
         clips,
         images,
-        origins,
+        latents,
         tiers,
         repeated,
     )
     section("small", "a forward so short that the host is the limit: eager, fast, and both as CUDA graphs", model, repeated)
     pipeline = section(
-        "pipeline", "one whole pipeline call, to the latents, with its guidance: eager, fast", model, clips, origins, tiers
+        "pipeline", "one whole pipeline call, to the latents, with its guidance: eager, fast", model, clips, latents, tiers
     )
     pipeline.add_argument(
         "--steps",
@@ -162,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _sections(options, clips, results: dict, meter, progress, save: Callable[[], None]) -> Iterator[dict]:
     """Measure what `options` ask for; every section is yielded when it is finished and in `results`."""
-    from . import forward, kernels, models
+    from . import forward, kernels
 
     if options.section == "pipeline":
         yield from _pipelines(options, clips, results, meter, progress)
@@ -194,7 +191,7 @@ def _sections(options, clips, results: dict, meter, progress, save: Callable[[],
         section = {"section": options.section, "version": options.version, "notes": [*notes]}
         forward.measure(
             section, instances, clip, passes, arms, meter,
-            image_to_video=getattr(options, "image_to_video", False), latents=getattr(options, "latents", models.DRAWN),
+            image_to_video=getattr(options, "image_to_video", False), given_latents=getattr(options, "given_latents", False),
             repeats=repeats, progress=progress,
         )  # fmt: skip
         results["sections"].append(section)
@@ -209,10 +206,10 @@ def _pipelines(options, clips, results: dict, meter, progress) -> Iterator[dict]
     transformer, notes = _build(options, clips, max(forward.STEP_PASSES.values()), progress)
     arms = pipeline.arms_of(transformer, high=options.high)
     for clip in clips:
-        pipeline.warm_up(arms, clip, options.latents, progress)
+        pipeline.warm_up(arms, clip, options.given_latents, progress)
         for steps in options.steps or [quick if options.quick else default]:
             section = {"section": "pipeline", "version": options.version, "notes": [*notes]}
-            pipeline.measure(section, arms, clip, options.latents, steps, meter, progress)
+            pipeline.measure(section, arms, clip, options.given_latents, steps, meter, progress)
             results["sections"].append(section)
             yield section
 

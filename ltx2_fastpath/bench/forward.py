@@ -105,18 +105,17 @@ def measure(
     meter,
     *,
     image_to_video: bool = False,
-    latents: str = models.DRAWN,
+    given_latents: bool = False,
     repeats: int,
     progress: Callable[[str], None],
 ) -> None:
     """Add to `section` (its name, version and notes) the measurements of every arm.
 
-    A call of an arm is a forward for each of `passes`, {guidance: rows}, on inputs that all arms share, with latents laid out in
-    memory as in a pipeline call of which `latents` tells where they come from (one of `models.LATENTS`). Equality comes first,
+    A call of an arm is a forward for each of `passes`, {guidance: rows}, on inputs that all arms share. Equality comes first,
     on a call of the fast arm that verifies nothing any more, as none of the timed ones does. If that is red there are no times.
     The difference of a compiled arm or of `high` from stock is reported, not judged.
     """
-    inputs = _inputs(instances.stock, clip, passes, image_to_video, latents)
+    inputs = _inputs(instances.stock, clip, passes, image_to_video, given_latents)
     hidden, audio = (next(iter(inputs.values()))[name] for name in _LATENTS)
     section |= {
         "clip": str(clip),
@@ -124,7 +123,7 @@ def measure(
         "audio_tokens": audio.shape[1],
         "passes": passes,
         "image_to_video": image_to_video,
-        "latents": latents,
+        "given_latents": given_latents,
         "layers": len(instances.fast.transformer_blocks),
         "dtype": str(hidden.dtype).removeprefix("torch."),
         "arms": {},
@@ -166,12 +165,14 @@ def _one_stream(instances):
             handle.audio_stream = True
 
 
-def _inputs(transformer, clip, passes, image_to_video, latents) -> dict[str, dict]:
+def _inputs(transformer, clip, passes, image_to_video, given_latents) -> dict[str, dict]:
     """The arguments of every pass. As in the pipelines all rows have the same latents, and the last rows have the same text."""
     inputs: dict[str, dict] = {}
     for guidance, rows in passes.items():
         size = dict(clip._asdict(), batch_size=rows)
-        kwargs = models.inputs(transformer, **size, guidance=guidance, image_to_video=image_to_video, latents=latents)
+        kwargs = models.inputs(
+            transformer, **size, guidance=guidance, image_to_video=image_to_video, given_latents=given_latents
+        )  # fmt: skip
         first = next(iter(inputs.values()), kwargs)
         for name in _LATENTS:
             kwargs[name].copy_(first[name][-1:].clone())

@@ -93,9 +93,6 @@ _TINY = dict(
 
 FRAME_RATE = 24.0  # frames a second, the pipelines' default
 TIMESTEP = 909.375  # 1000 sigma of one step: the sixth of the distilled schedule
-#: Where a pipeline call has its latents from, which decides how they lie in memory: drawn by `LTX2Pipeline`, or given to it with
-#: `latents=`, which also stands for the pipelines that lay out what they draw (`LTX2ConditionPipeline`, `LTX2InContextPipeline`).
-LATENTS = DRAWN, GIVEN = "drawn", "given"
 STG_BLOCK = 28  # the block that the pipelines perturb by default
 
 #: Arguments for one call of a `tiny_pipeline`, a fraction of a second on a CPU. `spatio_temporal_guidance_blocks` names
@@ -206,7 +203,7 @@ def inputs(
     batch_size: int = 1,
     image_to_video: bool = False,
     guidance: str = "cfg",
-    latents: str = DRAWN,
+    given_latents: bool = False,
     text_tokens: int = 1024,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -214,19 +211,22 @@ def inputs(
 ) -> dict:
     """The keyword arguments that diffusers' LTX-2 pipelines pass to `transformer.forward` in one denoising step.
 
-    `height`, `width` (pixels, multiples of 32) and `num_frames` are those of the pipeline call, at 24 frames a second, and
-    `latents`, one of `LATENTS`, says where that has its latents from. `batch_size` counts the rows of this forward: for one video
-    the default guidance runs "cfg" with two rows (negative and positive prompt), then "stg" and "isolated" with one each.
-    `device` and `dtype` default to the transformer's.
+    `height`, `width` (pixels, multiples of 32) and `num_frames` are those of the pipeline call, at 24 frames a second.
+    `batch_size` counts the rows of this forward: for one video the default guidance runs "cfg" with two rows (negative and
+    positive prompt), then "stg" and "isolated" with one each. `device` and `dtype` default to the transformer's.
+
+    Calls that are given their latents, and those of pipelines that lay out what they draw (`LTX2ConditionPipeline`,
+    `LTX2InContextPipeline`), have them token by token in memory in every pass: `given_latents`. Those that `LTX2Pipeline`
+    draws lie channel by channel where the guidance is not "cfg".
 
     Shapes, with S_v = latent frames x height/32 x width/32 video tokens and S_a audio tokens (25 a second):
-    hidden_states [B, S_v, in_channels], drawn ones channel by channel in memory where the guidance is not "cfg";
-    audio_hidden_states [B, S_a, audio_in_channels], the text embeddings [B, text_tokens, width] all in `dtype`; the text mask
-    int64 [B, text_tokens], all ones because the connectors fill padding with registers; timestep and sigma float32 [B], one
-    stride-0 tensor. With `image_to_video`, timestep is [B, S_v], zero on the first latent frame, and audio_timestep is [B]. The
-    perturbation mask is None for "stg" too: the transformer then perturbs every row.
+    hidden_states [B, S_v, in_channels], audio_hidden_states [B, S_a, audio_in_channels], the text embeddings
+    [B, text_tokens, width] all in `dtype`; the text mask int64 [B, text_tokens], all ones because the connectors fill
+    padding with registers; timestep and sigma float32 [B], one stride-0 tensor. With `image_to_video`, timestep is
+    [B, S_v], zero on the first latent frame, and audio_timestep is [B]. The perturbation mask is None for "stg" too:
+    the transformer then perturbs every row.
 
-    Raises ValueError for a size that is no multiple of 32, an unknown `guidance` and unknown `latents`.
+    Raises ValueError for a size that is no multiple of 32 and for an unknown `guidance`.
     """
     config = transformer.config
     device = torch.device(device) if device is not None else transformer.device
@@ -234,8 +234,6 @@ def inputs(
     latent_frames, latent_height, latent_width, audio_tokens = latent_sizes(config, height, width, num_frames)
     if guidance not in ("cfg", "stg", "isolated"):
         raise ValueError(f"guidance must be 'cfg', 'stg' or 'isolated', got {guidance!r}")
-    if latents not in LATENTS:
-        raise ValueError(f"latents must be 'drawn' or 'given', got {latents!r}")
 
     video_tokens = latent_frames * latent_height * latent_width
     text_width, audio_text_width = _text_widths(config)
@@ -245,9 +243,9 @@ def inputs(
         # The pipelines keep latents in float32 and round them to the model's dtype for each step.
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    # Packing [B, C, F, H, W] copies nothing, so tokens lie channel by channel; the concatenation for two prompts does.
+    # Packing [B, C, F, H, W] copies nothing, so tokens lie channel by channel, until a concatenation for two prompts copies them.
     video = noise(batch_size, config.in_channels, video_tokens).transpose(1, 2)
-    if guidance == "cfg" or latents == GIVEN:
+    if guidance == "cfg" or given_latents:
         video = video.contiguous()
     sigma = torch.tensor(TIMESTEP, device=device).expand(batch_size)
     if image_to_video:

@@ -43,19 +43,19 @@ def arms_of(transformer: LTX2VideoTransformer3DModel, *, high: bool = False) -> 
     return arms
 
 
-def warm_up(arms: dict[str, Arm], clip: Clip, latents: str, progress: Callable[[str], None]) -> None:
+def warm_up(arms: dict[str, Arm], clip: Clip, given_latents: bool, progress: Callable[[str], None]) -> None:
     """A short call of every arm: kernels are compiled and verified, libraries initialised, memory is cached."""
     for name, arm in arms.items():
         progress(f"pipeline {clip}: {name}, warm-up of {_WARM_UP_STEPS} steps")
-        _call(arm.pipe, clip, latents, _WARM_UP_STEPS)()
+        _call(arm.pipe, clip, given_latents, _WARM_UP_STEPS)()
 
 
 def measure(
-    section: dict, arms: dict[str, Arm], clip: Clip, latents: str, steps: int, meter, progress: Callable[[str], None]
+    section: dict, arms: dict[str, Arm], clip: Clip, given_latents: bool, steps: int, meter, progress: Callable[[str], None]
 ) -> None:
     """Add to `section` (its name, version and notes) one call of every arm, which `warm_up` has seen at this size.
 
-    `latents`, one of `models.LATENTS`, is where the call has its first ones from.
+    With `given_latents` the call is given the noise that it would draw.
 
     The same call gives the latents, the seconds and the memory, for it takes a minute. If the fast arm's latents are not those
     of stock there are no seconds, and what comes after it is not called. The difference of `high` is reported, not judged.
@@ -72,7 +72,7 @@ def measure(
         "steps": steps,
         "passes": forward.STEP_PASSES,
         "image_to_video": False,
-        "latents": latents,
+        "given_latents": given_latents,
         "layers": len(transformer.transformer_blocks),
         "dtype": str(transformer.dtype).removeprefix("torch."),
         "equal": True,
@@ -83,7 +83,7 @@ def measure(
     for name, arm in arms.items():
         progress(f"pipeline {clip}: {name}, {steps} steps")
         before = arm.reused
-        outputs, seconds[name], peak_bytes = _timed(_call(arm.pipe, clip, latents, steps), meter)
+        outputs, seconds[name], peak_bytes = _timed(_call(arm.pipe, clip, given_latents, steps), meter)
         record = records[name] = {"peak_bytes": peak_bytes}
         if name == EAGER:
             expected = outputs
@@ -109,9 +109,9 @@ def psnr(x: torch.Tensor, reference: torch.Tensor) -> float | None:
     return 10 * torch.log10(peak**2 / (x - reference).square().mean()).item()
 
 
-def _call(pipe: LTX2Pipeline, clip: Clip, latents: str, steps: int) -> Callable[[], dict[str, torch.Tensor]]:
+def _call(pipe: LTX2Pipeline, clip: Clip, given_latents: bool, steps: int) -> Callable[[], dict[str, torch.Tensor]]:
     """One request, the same for every arm."""
-    noise_for = clip if latents == models.GIVEN else None
+    noise_for = clip if given_latents else None
     request = models.latents_request(pipe.transformer, text_tokens=TEXT_TOKENS, noise_for=noise_for)
 
     def call():

@@ -67,7 +67,7 @@ def _draw_arms(axes, sections, time: str, unit: str) -> None:
 
 def _label(section) -> str:
     steps = f", {section['steps']} steps" if "steps" in section else ""
-    given = ", latents given" if section.get("latents") == "given" else ""
+    given = ", latents given" if section.get("given_latents") else ""
     return f"{section['section']} {section['clip']}\n{section['video_tokens']} video tokens{steps}{given}"
 
 

@@ -47,7 +47,7 @@ def _head(section: dict, *more: str) -> list[str]:
     """What was measured, the notes, and what differs where it must not."""
     passes = ", ".join(f"{guidance} of {rows}" for guidance, rows in section["passes"].items())
     kind = "image to video" if section["image_to_video"] else "text to video"
-    kind += ", latents given" if section.get("latents") == "given" else ""
+    kind += ", latents given" if section.get("given_latents") else ""
     model = f"LTX-{section['version']}, {section['layers']} layers, {section['dtype']}, {kind}"
     tokens = f"{section['video_tokens']} video and {section['audio_tokens']} audio tokens, rows: {passes}"
     lines = [", ".join([f"{section['section']} {section['clip']}: {model}", tokens, *more]), *section["notes"]]

@@ -211,7 +211,8 @@ def _refusal_of_side(side, norm, x, rope, other) -> str | None:
         if weight.dtype != x.dtype or weight.device != x.device or weight.numel() != x.shape[2]:
             return f"norm_{side}: weight is {weight.dtype} on {weight.device}, {side} {x.dtype} on {x.device}"
         if weight.stride() != (1,) or weight.data_ptr() % 16:
-            return f"norm_{side}: weight must be contiguous and aligned to 16 bytes, got strides {weight.stride()}"
+            place = f"strides {weight.stride()} and address {weight.data_ptr():#x}"
+            return f"norm_{side}: weight must be contiguous and aligned to 16 bytes, got {place}"
     if rope is None:
         return None
     if isinstance(rope, Rope):
@@ -336,7 +337,7 @@ def _(site, q, k, weight_q, weight_k, cos_q, sin_q, cos_k, sin_k, eps_q, eps_k):
 def traceable(norm_q, norm_k, x, width: int, heads: int) -> bool:
     """Whether `traced` takes these norms and rows of `width` elements, of x's dtype and device. Asked while Dynamo traces."""
     known = x.device.type in DEVICE_TYPES and x.dtype in DTYPES and width % CUDA_CHUNK == 0 and width // heads in HEAD_DIMS
-    # A graph is guarded by what was read: a forward that is replaced later must not stay out of it.
+    # `norm.forward is not None` is there to be read: what is read guards the graph, so a forward that is replaced later is seen.
     return known and all(norm.forward is not None and is_plain(norm, x) for norm in (norm_q, norm_k))
 
 

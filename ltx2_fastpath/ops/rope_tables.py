@@ -52,7 +52,7 @@ class Rope:
         self._made: torch.cuda.Event | None = None
 
     def __iter__(self):
-        if torch.compiler.is_compiling():  # a graph can keep neither tables nor an event for the next one
+        if torch.compiler.is_compiling():  # what a graph makes cannot be kept from one of its runs to the next
             return iter(self.compact.full())
         stream = torch.cuda.current_stream(self.compact.cos.device) if self.compact.cos.is_cuda else None
         if self._full is None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.models.transformers import transformer_ltx2
 from ltx2_fastpath.patches.high import TextMask
-from test_latents import LAYERS, distance_of_one_rounding_less
+from test_latents import OPERANDS, distance_of_one_rounding_less
 
 import ltx2_fastpath
 from ltx2_fastpath.bench import models
@@ -119,10 +119,10 @@ def test_attention_without_an_idle_mask(case, stream):
 
 
 @pytest.mark.parametrize("width", [4096, 2048], ids=["video", "audio"])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_latents_laid_out(layer, width):
-    distance = distance_of_one_rounding_less(layer, width, DEVICE)
-    print(f"{layer.__name__}, width {width}: distance {distance:.2f} ULP at most")
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_latents_laid_out(operands, width):
+    distance = distance_of_one_rounding_less(operands, width, DEVICE)
+    print(f"{operands.__name__}, width {width}: distance {distance:.2f} ULP at most")
     assert distance <= 1
 
 
