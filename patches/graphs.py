@@ -7,6 +7,7 @@ replay, and another value means another graph. A graph is used only after its fi
 """
 
 import collections
+import contextlib
 import threading
 import weakref
 from typing import NamedTuple
@@ -107,13 +108,13 @@ class Graphs:
     def _capture(self, key, survey, arguments, stock, expected):
         while len(self._graphs) >= LIMIT:
             self._graphs.popitem(last=False)
-        if self._pool is None:
+        if not self._graphs:  # torch refuses to capture into a pool whose graphs are all gone, while memory of theirs is in use
             self._pool = torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_reserved()
         inputs = {name: value.clone() for name, value in arguments.items() if _on_gpu(value) and name not in _COORDINATES}
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with _undone_on_failure(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = stock(**{**arguments, **inputs, "return_dict": False})
             alive = [arguments[name] for name in _COORDINATES], _tables(key)
             captured = _Graph(graph, inputs, outputs, alive, weakref.ref(survey), survey.state())
@@ -126,6 +127,19 @@ class Graphs:
             return
         self._bytes += max(0, torch.cuda.memory_reserved() - before)
         self._graphs[key] = captured
+
+
+@contextlib.contextmanager
+def _undone_on_failure():
+    """Where a capture fails, torch stays on the capture's stream, and the generator of the device draws nothing any more."""
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    except Exception:
+        torch.cuda.set_stream(stream)
+        generator = torch.cuda.default_generators[stream.device_index]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
 
 
 _COORDINATES = ("video_coords", "audio_coords")

@@ -41,7 +41,7 @@ def _is_bound(value, function, module) -> bool:
 def is_foreign(module) -> bool:
     """Whether something stands over the forward of `module` that is neither its class's, nor a replacement, nor a known hook."""
     forward = vars(module).get("forward")
-    if forward is None or vars(module).keys() & {"_hf_hook", "_diffusers_hook"}:
+    if forward is None or "_hf_hook" in vars(module) or "_diffusers_hook" in vars(module):
         return False
     known = isinstance(forward, types.MethodType) and forward.__self__ is module
     return not (known and (forward.__func__ is type(module).forward or forward.__func__ in _replacements))

@@ -60,11 +60,12 @@ class Survey:
 def why_watched(modules) -> str | None:
     """What in `modules` may see every call, or make each another; None if nothing does."""
     for module in modules:
-        if module._forward_hooks or module._forward_pre_hooks or vars(module).keys() & {"_diffusers_hook", "_hf_hook"}:
+        at = vars(module)
+        if module._forward_hooks or module._forward_pre_hooks or "_diffusers_hook" in at or "_hf_hook" in at:
             return "hooks watch the modules"
-        if is_foreign(module):
+        if "forward" in at and is_foreign(module):
             return "a module's forward was replaced by something else"
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p:
+        if module.training and at.get("p") and isinstance(module, torch.nn.modules.dropout._DropoutNd):
             return "a dropout is in training mode"
     return None
 

@@ -62,6 +62,7 @@ def captured(monkeypatch):
 
     monkeypatch.setattr(graphs.Graphs, "forward", recorded)
     monkeypatch.setattr(graphs, "_why_not", lambda: None)
+    monkeypatch.setattr(graphs, "_undone_on_failure", contextlib.nullcontext)
     monkeypatch.setattr(graphs, "_on_gpu", lambda value: isinstance(value, torch.Tensor) and value.numel() > 1)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
