@@ -346,8 +346,8 @@ def traced(site, norm_q, norm_k, q, k, rope_q, rope_k=None):
 
     Without `rope_k` k takes q's tables; that two tuples are the same one cannot be traced.
 
-    Measured beside Inductor's own code for this (H200, LTX-2.3): a compiled forward takes 348.9 instead of 367.5 ms at
-    512x768x121 and 936.1 instead of 967.6 at 704x1280x121.
+    Measured beside Inductor's own code for this (H200, LTX-2.3): a compiled forward takes 353.5 instead of 368.1 ms at
+    512x768x121 and 948.2 instead of 968.0 at 704x1280x121.
     """
     cos_q, sin_q = rope_q or (None, None)
     cos_k, sin_k = rope_k or (None, None)
