@@ -136,7 +136,7 @@ def make_forward(fast, name):
             return embed(timestep)
         reason = fast.why_not(timestep)
         if reason is None:
-            reason = why_watched(module for module in self.modules() if module is not self)
+            reason = why_watched(self.modules())
         if reason is None and timestep.is_cuda and torch.cuda.is_current_stream_capturing():
             reason = "a CUDA graph is being captured"
         if reason is not None:

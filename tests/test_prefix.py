@@ -293,3 +293,13 @@ def test_a_hook_in_the_embedding_of_distinct_timesteps():
         )
     stock, fast = (setups.step(transformer, **long) for transformer in transformers)
     assert setups.equal(fast, stock) and handle.sites["time_embed.distinct"].fast == 1
+
+
+def test_a_hook_on_the_embedding_of_distinct_timesteps_sees_tensors():
+    transformer = setups.tiny()
+    ltx2_fastpath.enable(transformer)
+    seen = []
+    transformer.time_embed.register_forward_hook(lambda module, args, output: seen.append([type(x) for x in output]))
+    for _ in range(3):
+        setups.step(transformer, height=512, width=512, num_frames=25, image_to_video=True)
+    assert seen == 3 * [[torch.Tensor, torch.Tensor]]
