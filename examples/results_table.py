@@ -21,9 +21,13 @@ LARGE = 6144
 #: What the summary shows: a row for each section of these, a column for each of these arms.
 SECTIONS = {"forward": "forward", "step": "guided step", "pipeline": "call", "small": "forward"}
 SUMMARY_ARMS = ("eager", "compiled", "fast", "high", "fast + compile", "floor")
-#: Of the benchmark's command line.
-DEFAULTS = {"version": "2.3", "batch_size": 1, "guidance": "cfg"}
-FORWARD_ARMS = ("eager", "fast", "compiled", "fast + compile", "floor")
+#: Of the benchmark's command line, as a JSON file has them.
+DEFAULTS = {
+    "version": "2.3",
+    "batch_size": 1,
+    "guidance": "cfg",
+    "arms": ["eager", "fast", "compiled", "fast + compile", "floor"],
+}
 ARMS = {
     "eager": "stock",
     "compiled": "compiled",
@@ -121,14 +125,14 @@ def _command(document: dict) -> str:
     words = ["python -m ltx2_fastpath.bench", document["command"]]
     for option, value in document["options"].items():
         flag = "--" + option.replace("_", "-")
+        if value in (None, False, DEFAULTS.get(option)):
+            continue
         if value is True:
             words.append(flag)
-        elif option == "arms" and value != list(FORWARD_ARMS):
+        elif option == "arms":
             words.append(f"{flag} {','.join(value)}")
-        elif option in ("shape", "steps") and value:
-            words += [f"{flag} {each}" for each in value]
-        elif option not in ("arms", "shape", "steps") and value not in (None, False, DEFAULTS.get(option)):
-            words.append(f"{flag} {value}")
+        else:
+            words += [f"{flag} {each}" for each in (value if isinstance(value, list) else [value])]
     return " ".join(words)
 
 

@@ -18,7 +18,7 @@ from ltx2_fastpath.first_sight import same_bits
 
 from .host import transformer_ltx2
 from .rope import ROPES, tables_of
-from .survey import switches
+from .survey import State, switches
 
 LIMIT = 8  # graphs kept; the one not replayed for longest is dropped
 _SMALL = 64  # elements of a CPU tensor whose values are part of what a graph is for
@@ -30,7 +30,7 @@ class _Graph(NamedTuple):
     outputs: tuple
     alive: object
     survey: weakref.ref  # of the modules and weights that are baked in, by their addresses
-    state: list
+    state: State
 
 
 class Graphs:
@@ -60,7 +60,6 @@ class Graphs:
     def clear(self) -> None:
         """Drop all graphs and their memory."""
         self._graphs.clear()
-        self._pool = None
 
     def refuse(self, reason: str) -> None:
         """Note why a forward was not replayed."""

@@ -34,7 +34,7 @@ def make_forward(fast):
     """The replacement forward of the transformer."""
     stock = transformer_ltx2.LTX2VideoTransformer3DModel.forward
     signature = inspect.signature(stock)
-    names = list(signature.parameters)
+    names = list(signature.parameters)[1:]  # without self
     prefix = fast.sites["guidance.prefix"]
     graphs = fast.sites["cuda_graphs"]
 
@@ -50,8 +50,8 @@ def make_forward(fast):
         arguments["attention_kwargs"] = kwargs.get("attention_kwargs")
         if changes := high.changes(fast, arguments):
             arguments |= changes
-            args = tuple(changes.get(name, value) for name, value in zip(names[1:], args))
-            kwargs = kwargs | {name: value for name, value in changes.items() if name not in names[1 : 1 + len(args)]}
+            args = tuple(changes.get(name, value) for name, value in zip(names, args))
+            kwargs = kwargs | {name: value for name, value in changes.items() if name not in names[: len(args)]}
         if fast.cuda_graphs and fast.why_not(arguments["hidden_states"]) is None:
             survey = prefix.survey(self)
             reason = _why_watched(fast, self, survey)
@@ -210,14 +210,14 @@ class PrefixReuse:
                 self.stock += 1
                 self._notes.add(reason)
             return None
-        settings = survey.settings()
-        if settings != self._settings:  # other kernels may sum in another order
-            self._settings = settings
+        state = survey.state()
+        if state.settings != self._settings:  # other kernels may sum in another order
+            self._settings = state.settings
             self._other_bits.clear()
             self._verified.clear()
         if not stg_blocks:
-            return self._plan_keep(survey.state(), arguments)
-        return self._plan_stg(survey.state(), arguments, layout, min(stg_blocks))
+            return self._plan_keep(state, arguments)
+        return self._plan_stg(state, arguments, layout, min(stg_blocks))
 
     def _plan_keep(self, state, arguments):
         mine = self._current

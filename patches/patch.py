@@ -39,12 +39,13 @@ def _is_bound(value, function, module) -> bool:
 
 
 def is_foreign(module) -> bool:
-    """Whether something stands over the forward of `module` that is neither its class's, nor a replacement, nor a known hook."""
+    """Whether the forward that `module` keeps, if any, is neither its class's nor a replacement. A hook's wrapper is foreign."""
     forward = vars(module).get("forward")
-    if forward is None or "_hf_hook" in vars(module) or "_diffusers_hook" in vars(module):
+    if forward is None:
         return False
-    known = isinstance(forward, types.MethodType) and forward.__self__ is module
-    return not (known and (forward.__func__ is type(module).forward or forward.__func__ in _replacements))
+    function = getattr(forward, "__func__", None)
+    known = function is type(module).forward or function in _replacements
+    return not (known and _is_bound(forward, function, module))
 
 
 def strip(module) -> None:

@@ -1,6 +1,7 @@
 """A transformer's modules and tensors, listed once, so that a look at all of them in every forward costs 3 ms instead of 9."""
 
 import weakref
+from typing import NamedTuple
 
 import torch
 from diffusers.models import attention_dispatch
@@ -9,8 +10,15 @@ from .host import transformer_ltx2
 from .patch import is_foreign
 
 
+class State(NamedTuple):
+    """What a forward depends on besides its arguments: `settings`, by which kernels are chosen, and which `weights` there are."""
+
+    settings: list
+    weights: list
+
+
 class Survey:
-    """What a forward depends on besides its arguments, and who watches it."""
+    """Tells the state that a forward computes with, and who watches it."""
 
     def __init__(self, transformer):
         self._transformer = weakref.ref(transformer)
@@ -25,7 +33,7 @@ class Survey:
                 self._stateful.append((module, _processor_state))
             elif hasattr(module, "scaling"):
                 self._stateful.append((module, _adapter_state))
-        self._processed = [module for module, read in self._stateful if read is _processor_state]
+        self._has_inference = any(tensor.is_inference() for _, _, tensor in self._tensors)
 
     def holds(self, transformer) -> bool:
         """Whether these are still the modules and the tensors of `transformer`."""
@@ -36,25 +44,23 @@ class Survey:
         )
 
     def why_watched(self) -> str | None:
+        """What in the transformer may see every call; hooks on itself are around all that a forward does, and no matter."""
         return why_watched(self._modules)
 
     def why_unforeseen(self) -> str | None:
         """Why two forwards may compute differently though their `state` is the same; None if they cannot."""
-        if any(tensor.is_inference() for _, _, tensor in self._tensors):
+        if self._has_inference:
             return "the weights are inference tensors, whose changes cannot be seen"
         plain = transformer_ltx2.LTX2AudioVideoAttnProcessor, transformer_ltx2.LTX2PerturbedAttnProcessor
-        if any(type(attention.processor) not in plain for attention in self._processed):
+        if any(read is _processor_state and type(module.processor) not in plain for module, read in self._stateful):
             return "the attention's processors are not diffusers' own, and may have a state"
         return None
 
-    def state(self) -> list:
+    def state(self) -> State:
         """Equal for two forwards only if both compute with the same weights, adapters, processors and backends."""
+        settings = [switches(), *(read(module) for module, read in self._stateful)]
         weights = [(t.data_ptr(), None if t.is_inference() else t._version) for _, _, t in self._tensors]
-        return weights + self.settings()
-
-    def settings(self) -> list:
-        """What kernels are chosen by beside weights and arguments: equal for two forwards only if they choose the same ones."""
-        return [switches(), *(read(module) for module, read in self._stateful)]
+        return State(settings, weights)
 
 
 def why_watched(modules) -> str | None:

@@ -87,6 +87,13 @@ def run(transformer, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         return transformer(**kwargs)
 
 
+def two_rows(kwargs: dict) -> dict:
+    """The arguments of the CFG pass beside an STG pass with `kwargs`: two equal rows, concatenated and unperturbed."""
+    doubled = {name: torch.cat([value, value]) if torch.is_tensor(value) else value for name, value in kwargs.items()}
+    assert doubled["hidden_states"].is_contiguous()
+    return doubled | dict(spatio_temporal_guidance_blocks=None)
+
+
 def dtype_of(transformer) -> torch.dtype:
     """The dtype that activations have: that of a parameter that no layerwise casting reaches."""
     return transformer.transformer_blocks[0].scale_shift_table.dtype

@@ -33,13 +33,6 @@ def laid_out(kwargs) -> dict:
     return kwargs | {name: kwargs[name].contiguous() for name in ("hidden_states", "audio_hidden_states")}
 
 
-def both_rows(kwargs) -> dict:
-    """The CFG pass of the same latents: two rows, which a concatenation has laid out token by token."""
-    doubled = {name: torch.cat([value, value]) if torch.is_tensor(value) else value for name, value in kwargs.items()}
-    assert doubled["hidden_states"].is_contiguous()
-    return doubled | dict(spatio_temporal_guidance_blocks=None)
-
-
 def high(transformer, kwargs):
     with ltx2_fastpath.quality(transformer, "high"):
         return setups.run(transformer, **kwargs)
@@ -72,7 +65,7 @@ def test_high_computes_what_stock_computes_of_latents_laid_out(guidance):
 def test_the_stg_pass_starts_late_in_high_and_not_where_stock_has_other_bits():
     transformer = setups.tiny(dtype=torch.bfloat16)
     stg = inputs(transformer, guidance="stg")
-    cfg = both_rows(stg)
+    cfg = setups.two_rows(stg)
     stock = setups.run(transformer, **stg)
     handle = ltx2_fastpath.enable(transformer)
     prefix = handle.sites["guidance.prefix"]
@@ -98,7 +91,7 @@ def test_what_was_kept_counts_and_not_the_pass_before():
     transformer = setups.tiny(dtype=torch.bfloat16)
     view = inputs(transformer, guidance="stg")
     stg = laid_out(view)
-    cfg = both_rows(view)
+    cfg = setups.two_rows(view)
     of_views = cfg | {name: view_of(cfg[name]) for name in ("hidden_states", "audio_hidden_states")}
     stock = setups.run(transformer, **stg)
     prefix = ltx2_fastpath.enable(transformer).sites["guidance.prefix"]

@@ -186,8 +186,8 @@ def test_cache_does_not_answer_for_coordinates_that_were_changed_in_place(cache)
 
 def test_cache_does_not_answer_for_another_dtype(cache):
     embed = Embedding()
-    found(cache, embed.coords, embed)
-    found(cache, embed.coords.double(), embed)
+    first = found(cache, embed.coords, embed)
+    assert found(cache, embed.coords.double(), embed) is not first
 
 
 def test_cache_in_inference_mode(cache):

@@ -27,8 +27,7 @@ class Step:
         self.prefix = ltx2_fastpath.enable(self.transformer).sites["guidance.prefix"] if fast else None
         stg = models.inputs(self.transformer, **setups.SMALL, guidance="stg", given_latents=True)
         self.stg = stg | dict(spatio_temporal_guidance_blocks=[PERTURBED])
-        self.cfg = {name: torch.cat([value, value]) if torch.is_tensor(value) else value for name, value in stg.items()}
-        self.cfg |= dict(spatio_temporal_guidance_blocks=None)
+        self.cfg = setups.two_rows(stg)
         for _ in range(3):
             self.run()
         if fast:
@@ -134,6 +133,7 @@ def test_dropout_that_is_active_in_a_submodule(steps):
 def test_changed_between_the_passes(steps, change):
     with torch.no_grad():
         check(*steps, between=change)
+    assert steps[1].prefix.fast == 1  # as before the change: nothing is shared across it
 
 
 def test_another_attention_backend_for_one_of_the_passes(steps):
@@ -193,8 +193,7 @@ def test_zeros_prove_nothing():
     assert not stg["hidden_states"].is_contiguous()
     for scale in (0, 0, 0, 0, 1, 1, 1):
         scaled = stg | {name: stg[name] * scale for name in ("hidden_states", "audio_hidden_states")}
-        cfg = {name: torch.cat([value, value]) if torch.is_tensor(value) else value for name, value in scaled.items()}
-        for kwargs in (cfg | dict(spatio_temporal_guidance_blocks=None), scaled):
+        for kwargs in (setups.two_rows(scaled), scaled):
             assert setups.equal(setups.run(fast, **kwargs), setups.run(stock, **kwargs))
     assert prefix.fast == 0
 
@@ -260,9 +259,11 @@ def test_passes_that_scale_adapters_differently_share_nothing(steps):
 
 @pytest.mark.parametrize("attribute, value", [("base_num_frames", 5), ("theta", 100.0)])
 def test_tables_follow_the_attributes_of_their_module(steps, attribute, value):
+    before = steps[0].run()
     for step in steps:
         setattr(step.transformer.rope, attribute, value)
     check(*steps)
+    assert not setups.equal(steps[0].run()[0], before[0])
 
 
 def test_traced_by_torch_jit_and_transformed_by_torch_func(steps):
