@@ -14,7 +14,7 @@ from diffusers.utils import encode_video
 from PIL import Image
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -15,7 +15,7 @@ import ltx2_fastpath
 
 def main(model: str, out: str = "quickstart.mp4") -> None:
     if model == "tiny":
-        from ltx2_fastpath.bench import models
+        from ltx2_fastpath.testing import models
 
         pipe, options = models.tiny_pipeline("2.3"), models.TINY_CALL
     else:

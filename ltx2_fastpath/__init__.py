@@ -2,7 +2,7 @@
 
 >>> import torch
 >>> import ltx2_fastpath
->>> from ltx2_fastpath.bench import models
+>>> from ltx2_fastpath.testing import models
 
 Here a tiny transformer with random weights stands for your pipeline:
 
@@ -47,12 +47,28 @@ Traceback (most recent call last):
 TypeError: expected a pipeline with an LTX2VideoTransformer3DModel, or that model, but found str
 """
 
+import importlib.util as _util
+import sys as _sys
 from pathlib import Path as _Path
-
-if not (_Path(__file__).parent / "patches").is_dir():
-    __path__.append(str(_Path(__file__).parent.parent))  # a checkout, in which patches lies beside this folder
-
-from .api import FastPath, disable, disabled, enable, quality, report
+from typing import Any as _Any
 
 __version__ = "0.1.0"
+
+try:
+    _patches = _Path(__file__).parent.parent / "patches"
+    if not (_Path(__file__).parent / "patches").is_dir():  # a checkout, in which patches lies beside this folder
+        _spec: _Any = _util.spec_from_file_location(
+            f"{__name__}.patches", _patches / "__init__.py", submodule_search_locations=[str(_patches)]
+        )
+        _sys.modules[_spec.name] = patches = _util.module_from_spec(_spec)
+        _spec.loader.exec_module(patches)
+    from .api import FastPath, disable, disabled, enable, quality, report
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":
+        raise
+
+    def __getattr__(name: str):  # so that `python -m ltx2_fastpath` can say what is missing
+        raise ImportError("ltx2_fastpath needs torch: https://pytorch.org says how to install it")
+
+
 __all__ = ["FastPath", "disable", "disabled", "enable", "quality", "report", "__version__"]

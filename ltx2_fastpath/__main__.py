@@ -4,13 +4,11 @@ import argparse
 import json
 import sys
 
-from . import check
-from .bench.progress import Progress
+from .console import Progress
 
 EPILOG = """\
-Takes under a minute. Exit status: 0 if the fast path will be active with every operation verified (GELU by table is
-optional), 1 if it will be off, or on in part. To report a fault, send the output of --json: it holds versions and
-verdicts, no paths and no names."""
+Takes under a minute. Exit status: 0 if the fast path will be active with every operation verified, 1 if it will be off, or
+on in part. To report a fault, send the output of --json: it holds versions and verdicts, no paths and no names."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,6 +20,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parser.parse_args(arguments)
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        print(f"torch cannot be imported ({error}): https://pytorch.org says how to install it.", file=sys.stderr)
+        return 1
+    from . import check
+
     progress = Progress(sys.stderr)
     found = check.findings(progress)
     progress.clear()

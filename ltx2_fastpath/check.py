@@ -6,31 +6,24 @@ mean (`outcome`) and what to do about them (`problems`) are functions of the fin
 """
 
 import contextlib
-import importlib.metadata
 import logging
-import os
-import platform
-import subprocess
 import time
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import __version__, api
-from .first_sight import FirstSight, same_bits
+from . import api
+from .console import align
+from .environment import PACKAGES, environment
+from .first_sight import FirstSight, advice, same_bits
 
 SCHEMA = 1  # raised when the meaning of a key changes
 ROWS = 4096
 HEADS = 32
 WIDTHS = {4096: "video", 2048: "audio"}
 CUDA, TRITON = "CUDA C++", "Triton"
-GELU = "GELU by table"
-#: Where torch's own kernel stays in use without harm: an operation that only exists in CUDA C++.
-OPTIONAL = {GELU}
-_PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft", "cuda-core")
 _DTYPE = torch.bfloat16
 
 Case = tuple[str, int, Any, tuple]
@@ -62,54 +55,9 @@ def findings(progress: Callable[[str], None] = lambda text: None) -> dict:
     return found
 
 
-def environment() -> dict:
-    """Hardware and versions; None for what is not there."""
-    gpu = capability = memory = None
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        gpu, memory = properties.name, round(properties.total_memory / 2**30, 1)
-        capability = [properties.major, properties.minor]
-    return {
-        "gpu": gpu,
-        "gpu_capability": capability,
-        "gpu_memory_gib": memory,
-        "driver": _driver(),
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "ltx2_fastpath": __version__,
-        **{name: _version(name) for name in _PACKAGES},
-        "triton_cache_writable": _triton_cache_writable(),
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else None
-
-
-def _triton_cache_writable() -> bool:
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path("~/.triton/cache").expanduser())
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return os.access(folder, os.W_OK)
-
-
 def _triton_error() -> str | None:
     try:
-        from .ops import numerics  # noqa: F401
+        from .ops import support  # noqa: F401
     except Exception as error:  # a broken Triton raises anything, a DLL's OSError included
         return f"{type(error).__name__}: {error}"
     return None
@@ -117,16 +65,18 @@ def _triton_error() -> str | None:
 
 def host() -> dict:
     """error: why LTX-2 cannot be imported from diffusers, or None. unknown: the methods that we replace whose source we do not
-    know, or None where that cannot be found out because Triton is missing."""
+    know, and private names that are not there; None where that cannot be found out because Triton is missing."""
     try:
         from diffusers import LTX2VideoTransformer3DModel  # noqa: F401
     except Exception as error:  # no diffusers, one without LTX-2, or one that cannot be imported here
         return {"error": f"{type(error).__name__}: {error}", "unknown": None}
     if _triton_error():
         return {"error": None, "unknown": None}
-    from .patches.host import unknown_sources
+    from .patches import ROOMS
+    from .patches.host import missing_names, unknown_sources
 
-    return {"error": None, "unknown": unknown_sources()}
+    unknown = [name for room in ROOMS for name in unknown_sources(room)]
+    return {"error": None, "unknown": unknown + missing_names()}
 
 
 @contextlib.contextmanager
@@ -144,8 +94,8 @@ def cases(device: torch.device) -> Iterator[Case]:
     """(name, width, op, arguments) of every operation at both widths, with bf16 values drawn at random."""
     from diffusers.models.normalization import RMSNorm
 
-    from .ops import ada_values, gated_residual, gelu, head_gate, qk_norm_split_rope, rms_norm_modulate
-    from .ops.numerics import random
+    from .ops import ada_values, gated_residual, head_gate, qk_norm_split_rope, rms_norm_modulate
+    from .ops.support import random
 
     def normal(*shape, dtype=_DTYPE):
         return random(*shape, dtype=dtype, device=device)
@@ -171,7 +121,6 @@ def cases(device: torch.device) -> Iterator[Case]:
             yield name, width, qk_norm_split_rope, (*qk_norms, rows[0], rows[1], rope, rope)
         yield "QK-norm", width, qk_norm_split_rope, (*qk_norms, rows[0], rows[1], None, None)
         yield "head gate", width, head_gate, (rows[0].unflatten(2, (HEADS, -1)), normal(1, ROWS, HEADS))
-        yield GELU, width, gelu, (torch.cat(rows, dim=2), "tanh")
 
 
 def _full_rope(normal, width: int):
@@ -245,7 +194,7 @@ def _with_one_candidate(op, candidate, seconds: list[float]):
 def layer(device: torch.device) -> dict:
     """`compare` on one full-width layer of LTX-2.3 with random weights and 4,096 video tokens."""
     try:
-        from .bench import models
+        from .testing import models
 
         transformer = models.build_transformer("2.3", num_layers=1, device=device, dtype=_DTYPE)
         return compare(transformer, models.inputs(transformer, height=512, width=512, num_frames=121))
@@ -283,9 +232,8 @@ def outcome(found: dict) -> dict:
     """What somebody who calls ``enable`` on this machine gets.
 
     Returns:
-        active: whether the lossless fast path will run, with every operation that is not optional. partial: whether it will
-        run without some of them. cuda, triton, stock: the operations by what computes them. gelu_table: whether GELU is
-        computed by table. equal: what `compare` found.
+        active: whether the lossless fast path will run, with every operation. partial: whether it will run without some of them.
+        cuda, triton, stock: the operations by what computes them. equal: what `compare` found.
     """
     computed_by: dict[str, set] = {}
     for row in found["operations"]:
@@ -295,14 +243,13 @@ def outcome(found: dict) -> dict:
     triton = [name for name, by in computed_by.items() if None not in by and TRITON in by]
     cuda = [name for name, by in computed_by.items() if by == {CUDA}]
     ran = bool(found["layer"]) and found["layer"]["equal"] is True and found["layer"]["fast"] > 0
-    complete = ran and not set(stock) - OPTIONAL
+    complete = ran and not stock
     return {
         "active": complete,
         "partial": ran and not complete,
         "cuda": cuda,
         "triton": triton,
         "stock": stock,
-        "gelu_table": GELU in cuda,
         "equal": found["layer"] and found["layer"]["equal"],
     }
 
@@ -317,7 +264,7 @@ def problems(found: dict) -> list[tuple[str, str]]:
         listed.append(("one layer of LTX-2.3 gave other bits than stock diffusers", f"Do not use the fast path here. {_REPORT}"))
     failed: dict[tuple[str, str], list[str]] = {}
     for row in found["operations"]:
-        if row["operation"] not in OPTIONAL and not any(tried["ok"] for tried in row["candidates"]):
+        if not any(tried["ok"] for tried in row["candidates"]):
             note = "; ".join(tried["note"] for tried in row["candidates"])
             failed.setdefault((note, _after_error(note)), []).append(f"{row['operation']} at width {row['width']}")
     listed += [(f"{', '.join(where)}: stock, because {note}", todo) for (note, todo), where in failed.items()]
@@ -328,7 +275,7 @@ def problems(found: dict) -> list[tuple[str, str]]:
         wheel = "'cuda-core[cu12]'" if at["cuda"].startswith("12.") else "'cuda-core[cu13]'"
         listed.append(
             (
-                "cuda.core is not installed, so the kernels run in their Triton form, and GELU as in stock",
+                "cuda.core is not installed, so the kernels run in their Triton form",
                 f"pip install {wheel}. No CUDA toolkit is needed.",
             )
         )
@@ -360,8 +307,8 @@ def _blockers(found: dict) -> list[tuple[str, str]]:
 
 
 def _after_error(note: str) -> str:
-    if "Read-only file system" in note or "PermissionError" in note:
-        return "Set TRITON_CACHE_DIR to a writable folder."
+    if known := advice(note):
+        return known
     if "OutOfMemory" in note or "too little GPU memory" in note:
         return "Free GPU memory (this check needs a few GB) and run it again."
     if "compiler" in note:
@@ -371,8 +318,6 @@ def _after_error(note: str) -> str:
 
 def text(found: dict) -> str:
     """The findings for a person."""
-    from .bench.table import align
-
     at, outcome_ = found["environment"], found["outcome"]
     gpu = "none"
     if at["gpu"]:
@@ -384,7 +329,7 @@ def text(found: dict) -> str:
     elif host_["unknown"]:
         sources = f"sources not known: {', '.join(host_['unknown'])}"
     runtime = f", for CUDA {at['cuda']}" if at["cuda"] else f", for ROCm {at['hip']}" if at["hip"] else ", without CUDA"
-    versions = {name: at[name] or "not installed" for name in _PACKAGES}
+    versions = {name: at[name] or "not installed" for name in PACKAGES}
     versions["torch"] += runtime
     versions["diffusers"] += f", {sources}"
     lines = [

@@ -16,6 +16,10 @@ class Verdict(NamedTuple):
     fast: bool
     candidate: object
     note: str
+    shape: str  # of the first tensor among the arguments
+
+
+_VERDICTS = 1024  # signatures that one site knows; a server that makes every size once a day needs a few hundred
 
 
 def same_bits(a, b) -> bool:
@@ -25,6 +29,25 @@ def same_bits(a, b) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool(((bits(a) == bits(b)) | (a.isnan() & b.isnan())).all())
+
+
+def same_layout(a, b) -> bool:
+    """Whether two results of the same shapes lie alike in memory: what comes after them may be computed by another kernel."""
+    if not isinstance(a, torch.Tensor):
+        return all(map(same_layout, a, b))
+    return all(size < 2 or mine == theirs for size, mine, theirs in zip(a.shape, a.stride(), b.stride()))
+
+
+def remember(store: dict, key, value, most: int) -> None:
+    """Put `value` into `store`, which forgets what it has known for longest where it would hold more than `most`."""
+    while len(store) >= most and key not in store:
+        store.pop(next(iter(store), None), None)  # another thread may have been here
+    store[key] = value
+
+
+def is_capturing() -> bool:
+    """Whether the current stream records a CUDA graph, so that nothing may be looked at on the host."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -53,6 +76,10 @@ class FirstSight:
         op: a module of `ltx2_fastpath.ops`: `signature`, `refusal`, `CANDIDATES`, `rehearsals`, `launch`, `eager`.
         warned: complaints already made, shared by the sites of one transformer so that one cause is told once.
 
+    Attributes:
+        fast: calls answered by the kernel. stock: calls answered by the eager chain, `first` of them because they were the first
+        of their signature. left_out: the user wants the eager chain.
+
     Calling the site with the op's arguments returns the op's result. The first call of each signature runs the kernel on
     the op's rehearsals and then on the live arguments, beside the eager chain, and keeps the first candidate whose bits
     agree. No candidate, a refusal or a failing launch: the eager chain for that signature from then on. Not to be traced.
@@ -64,16 +91,26 @@ class FirstSight:
         self.verdicts: dict[object, Verdict] = {}
         self.fast = 0
         self.stock = 0
+        self.first = 0
+        self.left_out = False
         self._warned = set() if warned is None else warned
         self.number = next(number for number in itertools.count() if number not in _by_number)
         _by_number[self.number] = self
 
     @property
     def notes(self) -> list[str]:
-        """How each signature was verified, or why it fell back."""
-        return sorted({verdict.note for verdict in self.verdicts.values()})
+        """How each signature was verified, or why it fell back, with the shapes that this is about."""
+        shapes: dict[str, list[str]] = {}
+        for verdict in list(self.verdicts.values()):
+            listed = shapes.setdefault(verdict.note, [])
+            if verdict.shape not in listed:
+                listed.append(verdict.shape)
+        return sorted(f"{note} at {_listed(found)}" for note, found in shapes.items())
 
     def __call__(self, *args):
+        if self.left_out:
+            self.stock += 1
+            return self.op.eager(*args)
         signature = self.op.signature(*args)
         verdict = self.verdicts.get(signature)
         if verdict is None:
@@ -84,7 +121,7 @@ class FirstSight:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                self.verdicts[signature] = Verdict(False, None, self._complain(f"its launch failed ({_told(error)})"))
+                self.verdicts[signature] = verdict._replace(fast=False, note=self._complain(f"its launch failed ({told(error)})"))
             else:
                 self.fast += 1
                 return result
@@ -92,17 +129,19 @@ class FirstSight:
         return self.op.eager(*args)
 
     def _first(self, signature, args):
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             self.stock += 1
             return self.op.eager(*args)  # a comparison would need the host; this signature is judged at its next call
         expected = self.op.eager(*args)
-        self.verdicts[signature] = self._judge(args, expected)
+        remember(self.verdicts, signature, self._judge(args, expected), _VERDICTS)
         self.stock += 1
+        self.first += 1
         return expected
 
     def _judge(self, args, expected) -> Verdict:
+        shape = _shape_of(args)
         if reason := self.op.refusal(*args):
-            return Verdict(False, None, reason)
+            return Verdict(False, None, reason, shape)
         failures = []
         for candidate in self.op.CANDIDATES:
             try:
@@ -111,17 +150,21 @@ class FirstSight:
                 for trial in self.op.rehearsals(*args):
                     rehearsed += 1
                     agreed = agreed and same_bits(self.op.launch(candidate, *trial), self.op.eager(*trial))
-                agreed = agreed and same_bits(self.op.launch(candidate, *args), expected)
+                result = self.op.launch(candidate, *args) if agreed else None
+                agreed = agreed and same_bits(result, expected)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                failures.append(f"{_named(candidate)} failed ({_told(error)})")
+                failures.append(f"{_named(candidate)} failed ({told(error)})")
+                continue
+            if agreed and not same_layout(result, expected):
+                failures.append(f"{_named(candidate)} lays its result out otherwise than the eager chain")
                 continue
             if agreed:
                 how = "bit-equal on the live input" + (" and in rehearsal" if rehearsed else "")
-                return Verdict(True, candidate, how if candidate is None else f"{candidate}: {how}")
+                return Verdict(True, candidate, how if candidate is None else f"{candidate}: {how}", shape)
             failures.append(f"{_named(candidate)} gave other bits than the eager chain")
-        return Verdict(False, None, self._complain("; ".join(failures)))
+        return Verdict(False, None, self._complain("; ".join(failures)), shape)
 
     def _complain(self, cause: str) -> str:
         # Triton names a folder for each kernel, so a cache that cannot be written is told in other words by every op.
@@ -129,15 +172,30 @@ class FirstSight:
         if told not in self._warned:
             self._warned.add(told)
             logger.warning(
-                "The fast path at %s is off: %s. The stock computation runs there instead; results are not affected.%s",
+                "The fast path at %s is off: %s. The stock computation runs there instead; results are not affected. %s",
                 self.site,
                 cause,
-                _advice(cause),
+                advice(cause) or "`python -m ltx2_fastpath` says what to do.",
             )
         return cause
 
 
-def _told(error: Exception) -> str:
+def _shape_of(args) -> str:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return f"{list(arg.shape)}"
+        if isinstance(arg, (tuple, list)) and (inside := _shape_of(arg)):
+            return inside
+    return ""
+
+
+def _listed(shapes: list[str], most: int = 3) -> str:
+    more = f" and {len(shapes) - most} more" if len(shapes) > most else ""
+    return ", ".join(shapes[:most]) + more
+
+
+def told(error: Exception) -> str:
+    """An error in one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
@@ -153,7 +211,6 @@ def _is_unwritable(cause: str) -> bool:
     return any(words in cause for words in _UNWRITABLE)
 
 
-def _advice(cause: str) -> str:
-    if _is_unwritable(cause):
-        return " Set TRITON_CACHE_DIR to a writable folder."
-    return " `python -m ltx2_fastpath` says what to do."
+def advice(cause: str) -> str | None:
+    """What to do about what made a launch fail, as far as we know."""
+    return "Set TRITON_CACHE_DIR to a writable folder." if _is_unwritable(cause) else None

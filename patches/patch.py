@@ -73,6 +73,11 @@ class Patch:
         self.replacement = replacement
         self._was_held = False
 
+    @property
+    def owner(self):
+        """The module whose forward is replaced; None if it is gone."""
+        return self._owner()
+
     def apply(self) -> None:
         """Raises LookupError if something that is neither stock nor a known hook has replaced the forward."""
         owner = self._owner()

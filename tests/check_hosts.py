@@ -7,7 +7,7 @@
 Downloads one wheel a release from the package index with pip, into a temporary folder, and installs nothing: sources are read
 from the wheel, and `--run` puts the unpacked wheel first on the path of a new process. It exits with 1 if a release is not known,
 or if a step differs or was not fast. Needs network, so it is no test; run it when a release comes out. What to do about one that
-is not known is said in ``patches/host.py``.
+is not known is said in ``patches/transformer/host.py``.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from pathlib import Path
 FIRST = (0, 38, 0)
 FILES = (
     "diffusers/models/transformers/transformer_ltx2.py",
-    "diffusers/models/activations.py",
     "diffusers/models/normalization.py",
 )
 
@@ -72,7 +71,7 @@ STEPS = """
 import inspect, sys, pytest, torch
 import conftest, setups
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 import diffusers
 assert diffusers.__file__.startswith(sys.argv[1]), diffusers.__file__
 torch.set_num_threads(1)
@@ -115,7 +114,7 @@ def main() -> int:
     parser.add_argument("--run", action="store_true", help="also run denoising steps on each release, stock beside fast")
     arguments = parser.parse_args()
 
-    from ltx2_fastpath.patches import host
+    from ltx2_fastpath.patches.transformer import host
 
     fine = True
     print("| diffusers | sources | not known |" + (" steps |" if arguments.run else ""))

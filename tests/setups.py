@@ -18,7 +18,7 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 CPU = torch.device("cpu")
 SMALL = dict(height=64, width=96, num_frames=9, text_tokens=16)

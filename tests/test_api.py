@@ -12,11 +12,11 @@ import pytest
 import torch
 from diffusers import LTX2ConditionPipeline, LTX2Pipeline
 from diffusers.models.transformers import transformer_ltx2
-from ltx2_fastpath.patches import host
+from ltx2_fastpath.patches import handle as handle_module
+from ltx2_fastpath.patches.transformer.host import KNOWN
 
 import ltx2_fastpath
-from ltx2_fastpath import api
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 pytestmark = pytest.mark.interpreter
 SMALL = dict(height=64, width=96, num_frames=9, text_tokens=16)
@@ -175,7 +175,7 @@ def test_contexts_raise_type_error_before_their_blocks_run(case):
             pytest.fail("the block ran")
 
 
-@pytest.mark.parametrize("quality", ["fast", "", None, "LOSSLESS"])
+@pytest.mark.parametrize("quality", ["fast", "", "LOSSLESS"])
 def test_unknown_quality_lists_the_known_ones_and_changes_nothing(transformer, quality):
     before = insides(transformer)
     for ask in (
@@ -304,7 +304,7 @@ def test_disabled_holds_for_its_own_thread_only(stand_ins, any_width, transforme
 
 def test_unknown_host_source_stays_stock(transformer, monkeypatch, caplog):
     before = insides(transformer)
-    monkeypatch.setitem(host.KNOWN, "LTX2Attention.forward", {"0000000000000000"})
+    monkeypatch.setitem(KNOWN, "LTX2Attention.forward", {"0000000000000000"})
     handle = ltx2_fastpath.enable(transformer)
     assert not handle.active and insides(transformer) == before
     assert "LTX2Attention.forward" in handle.reason and "not known" in handle.reason
@@ -332,7 +332,7 @@ handler.emit = records.append
 logging.getLogger("ltx2_fastpath").addHandler(handler)
 import torch
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 transformer = models.tiny_transformer("2.3")
 kwargs = models.inputs(transformer, height=64, width=96, num_frames=9, text_tokens=16)
 with torch.no_grad():
@@ -365,7 +365,7 @@ def test_without_cuda_nothing_changes_and_the_report_says_why(run_python):
 )
 def test_triton_that_cannot_be_imported_changes_nothing_and_the_report_says_why(run_python, tmp_path, error, said):
     # torch and diffusers look for Triton themselves, and not all of what they do withstands an OSError: load them first.
-    first = "import torch, diffusers, sys\nfrom ltx2_fastpath.bench import models\n"
+    first = "import torch, diffusers, sys\nfrom ltx2_fastpath.testing import models\n"
     first += "models.tiny_transformer('2.3')\n"
     first += "for name in [name for name in sys.modules if name.partition('.')[0] == 'triton']: del sys.modules[name]\n"
     first += f"sys.path.insert(0, {str(tmp_path / 'stub')!r})\n"
@@ -395,11 +395,11 @@ def test_import_of_the_package_loads_no_kernels(run_python):
 def test_old_gpu_takes_the_stock_path(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    api._why_not_device.cache_clear()
+    handle_module._why_not_device.cache_clear()
     try:
-        reason = api._why_not_device(torch.device("cuda", 0), torch.float16)
+        reason = handle_module._why_not_device(torch.device("cuda", 0), torch.float16)
     finally:
-        api._why_not_device.cache_clear()
+        handle_module._why_not_device.cache_clear()
     assert "8.0" in reason
 
 
@@ -416,16 +416,16 @@ def test_report_says_what_every_site_did(stand_ins, any_width, transformer):
     report = ltx2_fastpath.report(transformer)
     layers = len(transformer.transformer_blocks)
     rows = {row["site"]: row for row in report.rows}
-    assert (rows["norm1"]["fast"], rows["norm1"]["stock"]) == (2 * layers - 1, 1)
-    assert any("bit-equal" in note for note in rows["norm1"]["notes"])
+    assert (rows["norm1"]["fast"], rows["norm1"]["first"], rows["norm1"]["stock"]) == (2 * layers - 1, 1, 0)
+    assert any("bit-equal" in note and " at [" in note for note in rows["norm1"]["notes"])
     assert report.stock_calls["block", "switched off by disabled()"] == layers
     assert "norm3.without_residual" not in rows  # never reached
 
     text, html = str(report), report._repr_html_()
-    lines = {line.split()[0]: line.split()[1:3] for line in text.splitlines() if line.startswith("  norm")}
-    assert lines["norm1"] == [str(2 * layers - 1), "1"]
+    lines = {line.split()[0]: line.split()[1:4] for line in text.splitlines() if line.startswith("  norm")}
+    assert lines["norm1"] == [str(2 * layers - 1), "1", "0"]
     assert f"block: {layers} calls took the stock path: switched off by disabled()" in text
-    assert "<table>" in html and f"<td>norm1</td><td>{2 * layers - 1}</td><td>1</td>" in html
+    assert "<table>" in html and f"<td>norm1</td><td>{2 * layers - 1}</td><td>1</td><td>0</td>" in html
     assert repr(report) == text
 
     # A snapshot: later calls do not change it.
@@ -466,3 +466,42 @@ def test_a_deep_copy_is_what_its_report_says(stand_ins, any_width):
     forward(transformer)
     forward(transformer)
     assert sum(stand_ins.values()) > 0 and ltx2_fastpath.report(transformer).status.startswith("active")
+
+
+def test_without_leaves_sites_out_and_says_so(stand_ins, any_width):
+    transformer = models.tiny_transformer("2.3")
+    stock = forward(transformer)
+    handle = ltx2_fastpath.enable(transformer, without=("attn1.head_gate", "ada_values"))
+    for _ in range(2):
+        assert equal(forward(transformer), stock)
+    sites = handle.sites
+    assert sites["attn1.head_gate"].fast == sites["ada_values"].fast == 0 < sites["attn2.head_gate"].fast
+    row = next(row for row in ltx2_fastpath.report(transformer).rows if row["site"] == "ada_values")
+    assert row["stock"] > 0 and row["notes"] == ["left out by enable(..., without=...)"]
+    ltx2_fastpath.enable(transformer)  # what is not named stays as it is
+    forward(transformer)
+    assert sites["ada_values"].fast == 0
+    ltx2_fastpath.enable(transformer, without=())
+    for _ in range(2):
+        assert equal(forward(transformer), stock)
+    assert sites["ada_values"].fast > 0 and sites["attn1.head_gate"].fast > 0
+
+
+def test_every_site_can_be_left_out_and_all_at_once(stand_ins, any_width):
+    transformer = models.tiny_transformer("2.3")
+    stock = forward(transformer)
+    names = tuple(ltx2_fastpath.enable(transformer).sites)
+    ltx2_fastpath.enable(transformer, without=names)
+    for _ in range(2):
+        assert equal(forward(transformer), stock)
+    assert stand_ins.total() == 0 and fast_calls(ltx2_fastpath.enable(transformer)) == 0
+
+
+@pytest.mark.parametrize("without", [("attn1.head_gates",), "ada_values", ("ada_values", "none")])
+def test_unknown_sites_are_named_with_the_known_ones_and_nothing_changes(transformer, without):
+    before = insides(transformer)
+    with pytest.raises(ValueError, match="without: ") as raised:
+        ltx2_fastpath.enable(transformer, without=without)
+    if not isinstance(without, str):
+        assert repr(without[-1]) in str(raised.value) and "ada_values" in str(raised.value)
+    assert insides(transformer) == before and "not enabled" in str(ltx2_fastpath.report(transformer))

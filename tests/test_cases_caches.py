@@ -12,8 +12,8 @@ from diffusers import (
 from setups import Together
 
 from ltx2_fastpath import disable, enable, report
-from ltx2_fastpath.bench import models
 from ltx2_fastpath.ops import gated_residual
+from ltx2_fastpath.testing import models
 
 pytestmark = pytest.mark.usefixtures("any_width")
 # PAB keeps one state for all guidance passes of a step, and the passes differ in batch size.

@@ -13,8 +13,8 @@ from setups import Together
 from torch._dynamo.testing import CompileCounter
 
 from ltx2_fastpath import disable, disabled, enable, quality, report
-from ltx2_fastpath.bench import models
 from ltx2_fastpath.ops import qk_norm_split_rope
+from ltx2_fastpath.testing import models
 
 pytestmark = pytest.mark.usefixtures("any_width", "fresh_compiler")
 LAYERS = 12  # more than torch compiles one after the other before it gives up (recompile_limit, 8)
@@ -197,7 +197,7 @@ def test_wide_blocks_have_an_opaque_op(wide, operations):
     rows = {row["site"]: row for row in report(wide.ours).rows if row["site"].endswith("qk_norm_split_rope")}
     assert len(rows) == ATTENTIONS
     for row in rows.values():
-        assert (row["fast"], row["stock"]) == (2 * LAYERS - 1, 1) and "bit-equal" in row["notes"][0]
+        assert (row["fast"], row["first"]) == (2 * LAYERS - 1, 1) and "bit-equal" in row["notes"][0]
 
 
 def test_wide_blocks_switched_off_are_the_hosts(wide, operations):

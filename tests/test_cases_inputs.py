@@ -3,10 +3,11 @@
 import pytest
 import setups
 import torch
+from ltx2_fastpath.patches.transformer import host, rope
 from setups import Together, equal_bits, fast_at, outcome
 
 from ltx2_fastpath import enable, report
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 pytestmark = pytest.mark.usefixtures("any_width")
 
@@ -356,3 +357,21 @@ class TestValues:
         value = torch.full_like(kwargs["timestep"], timestep)
         for _ in range(2):
             check_kwargs(both, **kwargs | dict(timestep=value, sigma=value))
+
+
+def test_a_second_request_compares_its_coordinates_once(stand_ins, monkeypatch):
+    """Each request makes its own coordinates: compared by value, which waits for the GPU, once, then known by their place."""
+    transformer = setups.tiny("2.3")
+    handle = enable(transformer)
+    compared = []
+    are = rope.Tables.are
+    monkeypatch.setattr(rope.Tables, "are", lambda self, *args: compared.append(args) or are(self, *args))
+    counts = []
+    for _request in range(4):
+        kwargs = models.inputs(transformer, **setups.SMALL)
+        for _step in range(3):
+            compared.clear()
+            setups.run(transformer, **kwargs)
+            counts.append(len(compared))
+    assert [count > 0 for count in counts] == [False, False, False, *[True, False, False] * 3]
+    assert [handle.sites[f"{name}.tables"].first for name in host.ROPES] == [1] * 4

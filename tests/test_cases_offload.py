@@ -10,7 +10,7 @@ from diffusers.hooks import apply_group_offloading
 from setups import CPU, Together, fast_at
 
 from ltx2_fastpath import disable, enable, report
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 pytestmark = pytest.mark.usefixtures("any_width")
 

@@ -16,11 +16,11 @@ import pytest
 import setups
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel, LTX2ImageToVideoPipeline, LTX2VideoTransformer3DModel
-from ltx2_fastpath.patches import model
+from ltx2_fastpath.patches.transformer.guidance import _Reuse
 from setups import Together, anatomy, differences
 
 from ltx2_fastpath import disable, disabled, enable, report
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 pytestmark = pytest.mark.usefixtures("any_width")
 
@@ -187,7 +187,8 @@ for transformer in (
 ):
     with torch.no_grad():
         output = transformer(**inputs)
-    print(all(map(torch.equal, output, expected)))
+    # Not to the bit: CPUs choose kernels by where weights lie in memory, and loaded ones lie elsewhere.
+    print(all(torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5) for mine, theirs in zip(output, expected)))
 print("ltx2_fastpath" in sys.modules)
 """)
     assert printed.split() == ["True", "True", "False"]
@@ -246,7 +247,7 @@ def test_one_thread_opts_out_while_another_generates(stand_ins, monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         opted_out, generating = threads.map(generate, [disabled(both.ours), contextlib.nullcontext()])
     assert opted_out == (True, 0)
-    assert generating == (True, 5 * 54)  # every launch of two layers in five steps
+    assert generating == (True, 5 * 50)  # every launch of two layers in five steps
     assert set(report(both.ours).stock_calls.values()) <= {5, 10, 40} and all(
         "disabled()" in reason for _, reason in report(both.ours).stock_calls
     )
@@ -280,7 +281,7 @@ def test_threads_that_guide_at_the_same_time_reuse_their_own_passes(stand_ins):
 
     def request(i):
         equal = []
-        for _ in range(4):
+        for _ in range(5):
             for guidance in ("cfg", "stg"):
                 assert turns[i].wait(60)
                 turns[i].clear()
@@ -296,7 +297,8 @@ def test_threads_that_guide_at_the_same_time_reuse_their_own_passes(stand_ins):
     turns[0].set()
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         assert list(threads.map(request, range(2))) == [True, True]
-    # Each thread: the first step shows that there are STG passes, the second verifies (for both), the others reuse.
+    # Each thread: the first step shows that there are STG passes, the second that prompts are made anew for each pass, the third
+    # verifies (for both), the others reuse.
     assert handle.sites["guidance.prefix"].fast >= 4
 
 
@@ -387,32 +389,32 @@ def disable_elsewhere(pipe):
 
 
 def test_disabled_by_another_thread_while_blocks_are_skipped(stand_ins, monkeypatch):
-    """A guidance pass that was to start at block 1 finds it the host's."""
+    """A guidance pass that has begun to skip blocks ends as it began."""
     both = Together(stand_ins)
     prefix = enable(both.ours).sites["guidance.prefix"]
-    for _ in range(3):
+    for _ in range(4):
         for guidance in ("cfg", "stg"):
             both.check(guidance=guidance)
     assert prefix.fast > 0
     both.check()
-    at_block = model._Reuse.at_block
+    at_block = _Reuse.at_block
 
     def skip_and_disable(self, *states):
         skipped = at_block(self, *states)
         disable_elsewhere(both.ours)
         return skipped
 
-    monkeypatch.setattr(model._Reuse, "at_block", skip_and_disable)
+    monkeypatch.setattr(_Reuse, "at_block", skip_and_disable)
     reused = prefix.fast
-    both.check(guidance="stg", fast=False)
-    assert prefix.fast == reused + 1  # it had begun to skip
+    both.check(guidance="stg")
+    assert prefix.fast == reused + 1
     both.check_restored()
 
 
-@pytest.mark.parametrize("op", ["ada_values", "gelu", "head_gate"])
+@pytest.mark.parametrize("op", ["ada_values", "head_gate"])
 @pytest.mark.parametrize("options", [{}, LONG], ids=["t2v", "long i2v"])
 def test_disabled_by_another_thread_in_the_middle_of_a_forward(stand_ins, monkeypatch, op, options):
-    """The blocks that are left are the host's, and are given what ours were given."""
+    """It ends as it began; the patches go with it."""
     both = Together(stand_ins)
     enable(both.ours)
     for _ in range(2):
@@ -427,3 +429,48 @@ def test_disabled_by_another_thread_in_the_middle_of_a_forward(stand_ins, monkey
     both.check(**options)
     both.check(fast=False, **options)
     both.check_restored()
+
+
+def test_reports_beside_requests_of_new_shapes(stand_ins, hasty_threads):
+    """A dashboard that asks all the time, while sites learn signatures and the report's counters get new rows."""
+    both = Together(stand_ins)
+    enable(both.ours)
+    ended = threading.Event()
+
+    def watch():
+        asked = 0
+        while not ended.is_set():
+            str(report(both.ours))
+            asked += 1
+        return asked
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        watchers = [threads.submit(watch) for _ in range(2)]
+        try:
+            for i in range(6):
+                setups.step(both.ours.transformer, height=32 * (1 + i % 3), width=32 * (2 + i), seed=i)
+                with disabled(both.ours):
+                    setups.step(both.ours.transformer, height=64, width=96)
+        finally:
+            ended.set()
+        assert all(watcher.result() > 1 for watcher in watchers)
+
+
+def test_enabled_anew_beside_a_request_with_graphs(stand_ins, hasty_threads):
+    """A server that calls enable at every request, with other settings, while another thread is in a forward."""
+    both = Together(stand_ins)
+    handle = enable(both.ours, cuda_graphs=True)
+    expected, ended = setups.step(both.stock.transformer), threading.Event()
+
+    def switch():
+        while not ended.is_set():
+            for graphs in (False, True):
+                assert enable(both.ours, cuda_graphs=graphs) is handle
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        switching = threads.submit(switch)
+        try:
+            assert all(setups.equal(setups.step(both.ours.transformer), expected) for _ in range(5))
+        finally:
+            ended.set()
+        switching.result()

@@ -7,11 +7,12 @@ import conftest
 import pytest
 import setups
 import torch
+from ltx2_fastpath.patches import handle as handle_module
 from setups import Together, outcome
 
-from ltx2_fastpath import api, disable, enable, report
-from ltx2_fastpath.bench import models
-from ltx2_fastpath.ops import numerics
+from ltx2_fastpath import disable, enable, report
+from ltx2_fastpath.ops import support
+from ltx2_fastpath.testing import models
 
 pytestmark = pytest.mark.usefixtures("any_width")
 
@@ -172,11 +173,11 @@ def test_widths_that_kernels_do_not_take(stand_ins, monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "xpu", "meta"])
 def test_device_that_kernels_do_not_run_on_is_named(monkeypatch, device):
-    api._why_not_device.cache_clear()
-    monkeypatch.setattr(numerics, "DEVICE_TYPES", ("cuda",))
-    assert api._why_not_device(torch.device(device), torch.bfloat16) == f"the hidden states are on {device}"
-    assert api._why_not_device(torch.device(device, 0), torch.bfloat16) == f"the hidden states are on {device}"
-    api._why_not_device.cache_clear()
+    handle_module._why_not_device.cache_clear()
+    monkeypatch.setattr(support, "DEVICE_TYPES", ("cuda",))
+    assert handle_module._why_not_device(torch.device(device), torch.bfloat16) == f"the hidden states are on {device}"
+    assert handle_module._why_not_device(torch.device(device, 0), torch.bfloat16) == f"the hidden states are on {device}"
+    handle_module._why_not_device.cache_clear()
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -193,9 +194,9 @@ def test_kernels_are_launched_on_the_tensors_device(monkeypatch, current):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", make_current)
     device = torch.device("cuda:1")
-    with numerics.on_device(types.SimpleNamespace(is_cuda=True, device=device, get_device=lambda: 1)):
+    with support.on_device(types.SimpleNamespace(is_cuda=True, device=device, get_device=lambda: 1)):
         assert entered == ([] if current == 1 else [device])
-    with numerics.on_device(torch.ones(1)):
+    with support.on_device(torch.ones(1)):
         assert len(entered) == 1 - current
 
 
@@ -212,7 +213,7 @@ def test_model_on_another_device_than_the_kernels(stand_ins):
 
 def test_process_without_a_gpu(monkeypatch, stand_ins, caplog):
     """As on a laptop: nothing is changed, with one line that says why."""
-    monkeypatch.setattr(numerics, "DEVICE_TYPES", ("cuda",))
+    monkeypatch.setattr(support, "DEVICE_TYPES", ("cuda",))
     both = Together(stand_ins, models.tiny_pipeline)
     handle = enable(both.ours)
     assert not handle.active and handle.reason == "no CUDA device is available"
@@ -318,10 +319,10 @@ def test_kernel_cache_below_a_file_really_raises_what_is_recognised(tmp_path, mo
     """What Triton itself raises where its cache cannot be made."""
     from triton.runtime.cache import FileCacheManager
 
-    from ltx2_fastpath.first_sight import _advice, _told
+    from ltx2_fastpath.first_sight import advice, told
 
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(OSError) as caught:
         FileCacheManager("kernel")
-    assert "TRITON_CACHE_DIR" in _advice(_told(caught.value))
+    assert "TRITON_CACHE_DIR" in advice(told(caught.value))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ltx2_fastpath import __main__ as cli
-from ltx2_fastpath import check
-from ltx2_fastpath.bench import models
+from ltx2_fastpath import check, environment
+from ltx2_fastpath.testing import models
 
 ENVIRONMENT = {
     "gpu": "NVIDIA Example",
@@ -66,7 +66,7 @@ GOOD = (
     judged("RMSNorm + modulate", tried(check.CUDA), tried(check.TRITON)),
     judged("RMSNorm + modulate", tried(check.CUDA), tried(check.TRITON), width=2048),
     judged("ada values", tried(check.TRITON)),
-    judged(check.GELU, tried(check.CUDA)),
+    judged("head gate", tried(check.CUDA)),
 )
 
 
@@ -86,15 +86,14 @@ def test_machine_with_everything():
     assert found["outcome"] == {
         "active": True,
         "partial": False,
-        "cuda": ["RMSNorm + modulate", check.GELU],
+        "cuda": ["RMSNorm + modulate", "head gate"],
         "triton": ["ada values"],
         "stock": [],
-        "gelu_table": True,
         "equal": True,
     }
     assert found["problems"] == []
     text = said(found)
-    assert "You will get the lossless fast path.\n  CUDA C++: RMSNorm + modulate, GELU by table\n  Triton: ada values" in text
+    assert "You will get the lossless fast path.\n  CUDA C++: RMSNorm + modulate, head gate\n  Triton: ada values" in text
     assert "NVIDIA Example, compute capability 9.0, 80.0 GiB" in text
     assert "bit-equal with stock diffusers; 40 calls fast, 0 stock" in text
     assert "What to do" not in text
@@ -102,10 +101,8 @@ def test_machine_with_everything():
 
 @pytest.mark.parametrize("cuda, wheel", [("13.0", "'cuda-core[cu13]'"), ("12.8", "'cuda-core[cu12]'")])
 def test_without_cuda_core_the_fast_path_is_active_in_triton_and_the_extra_is_named(cuda, wheel):
-    operations = judged("RMSNorm + modulate", tried(check.TRITON)), judged(check.GELU, tried(None, False, "cuda.core is missing"))
-    found = findings_of(*operations, **{"cuda-core": None, "cuda": cuda})
-    assert found["outcome"]["active"] and not found["outcome"]["gelu_table"]
-    assert found["outcome"]["triton"] == ["RMSNorm + modulate"] and found["outcome"]["stock"] == [check.GELU]
+    found = findings_of(judged("RMSNorm + modulate", tried(check.TRITON)), **{"cuda-core": None, "cuda": cuda})
+    assert found["outcome"]["active"] and found["outcome"]["triton"] == ["RMSNorm + modulate"]
     assert f"pip install {wheel}" in said(found)
 
 
@@ -200,8 +197,8 @@ def test_unwritable_cache_folder():
 def test_the_nearest_folder_that_exists_decides_whether_the_cache_is_writable(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not" / "yet"))
-    monkeypatch.setattr(check.os, "access", lambda folder, mode: asked.append(folder))
-    assert not check._triton_cache_writable()
+    monkeypatch.setattr(environment.os, "access", lambda folder, mode: asked.append(folder))
+    assert not environment._triton_cache_writable()
     assert asked == [tmp_path]
 
 
@@ -274,9 +271,6 @@ def test_all_operations_are_judged_and_verify(monkeypatch):
             ops.append(op)
             monkeypatch.setattr(op, "rehearsals", lambda *args: ())
             assert width == 512
-            if name == check.GELU:  # only in CUDA C++
-                assert op.refusal(*args) is not None
-                continue
             (verdict,) = check.judge(op, args)
             assert verdict["implementation"] == check.TRITON
             # The interpreter does not fuse the products and sums of a rotation, so there the bits may differ.
@@ -284,7 +278,7 @@ def test_all_operations_are_judged_and_verify(monkeypatch):
     from conftest import ops as all_ops
 
     assert {id(op) for op in ops} == {id(op) for op in all_ops().values()}
-    assert len(set(names)) == len(names) == 9
+    assert len(set(names)) == len(names) == 8
 
 
 def test_production_widths_and_rows():
@@ -302,8 +296,8 @@ def test_layer_is_compared_and_counted(stand_ins, any_width, monkeypatch):
     transformer = models.tiny_transformer("2.3", num_layers=1)
     inputs = models.inputs(transformer, height=64, width=96, num_frames=9, text_tokens=16)
     before = dict(vars(transformer.transformer_blocks[0]))
-    monkeypatch.setattr(check.api, "_why_unsupported", lambda: None)
-    monkeypatch.setattr("ltx2_fastpath.ops.numerics.DEVICE_TYPES", ("cuda", "cpu"))
+    monkeypatch.setattr("ltx2_fastpath.patches.handle.why_unsupported", lambda room: None)
+    monkeypatch.setattr("ltx2_fastpath.ops.support.DEVICE_TYPES", ("cuda", "cpu"))
     result = check.compare(transformer, inputs)
     assert result["equal"] is True and result["note"] is None
     assert result["fast"] > 20 and result["stock"] == 0 and sum(stand_ins.values()) > 20
@@ -314,7 +308,7 @@ def test_layer_is_compared_and_counted(stand_ins, any_width, monkeypatch):
 def test_layer_says_why_the_fast_path_stayed_off(monkeypatch):
     transformer = models.tiny_transformer("2.3", num_layers=1)
     inputs = models.inputs(transformer, height=64, width=96, num_frames=9, text_tokens=16)
-    monkeypatch.setattr(check.api, "_why_unsupported", lambda: "because")
+    monkeypatch.setattr("ltx2_fastpath.patches.handle.why_unsupported", lambda room: "because")
     assert check.compare(transformer, inputs) == {"equal": None, "fast": 0, "stock": 0, "note": "because"}
 
 
@@ -372,7 +366,7 @@ def test_command_without_cuda(monkeypatch, capsys):
 
 
 def test_command_with_an_unknown_diffusers(monkeypatch, capsys):
-    from ltx2_fastpath.patches import host
+    from ltx2_fastpath.patches.transformer import host
 
     monkeypatch.setitem(host.KNOWN, "RMSNorm.forward", set())
     assert cli.main([]) == 1
@@ -398,6 +392,34 @@ def test_command_without_triton_and_diffusers(run_python):
     assert "You will get stock diffusers" in out
 
 
+WITHOUT_TORCH = """
+import runpy, sys
+sys.stderr = sys.stdout
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import ltx2_fastpath
+try:
+    ltx2_fastpath.enable
+except ImportError as error:
+    print(error)
+sys.argv = ["ltx2_fastpath", "--json"]
+try:
+    runpy.run_module("ltx2_fastpath", run_name="__main__")
+except SystemExit as end:
+    print("exit", end.code)
+"""
+
+TOLD = "torch cannot be imported (No module named 'torch'): https://pytorch.org says how to install it."
+
+
+def test_command_without_torch_says_so(run_python):
+    said = run_python(WITHOUT_TORCH).splitlines()
+    assert said == ["ltx2_fastpath needs torch: https://pytorch.org says how to install it", TOLD, "exit 1"]
+
+
 def test_findings_hold_no_paths(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = json.dumps(check.findings())
@@ -410,7 +432,7 @@ def test_findings_hold_no_paths(monkeypatch, tmp_path):
 def test_warnings_say_what_happened_what_it_means_and_what_to_do(caplog, monkeypatch):
     from ltx2_fastpath.first_sight import FirstSight
 
-    monkeypatch.setattr(check.api, "_why_unsupported", lambda: "no CUDA device is available")
+    monkeypatch.setattr("ltx2_fastpath.patches.handle.why_unsupported", lambda room: "no CUDA device is available")
     check.api.enable(models.tiny_transformer("2.3", num_layers=1))
     FirstSight("norm1", stub_op("triton", launch=lambda candidate, x: x))(X)
     off, fallen_back = (record.getMessage() for record in caplog.records if record.name == "ltx2_fastpath")
@@ -420,8 +442,8 @@ def test_warnings_say_what_happened_what_it_means_and_what_to_do(caplog, monkeyp
 
 @torch.no_grad()
 def test_nothing_is_logged_while_all_is_well(stand_ins, any_width, monkeypatch, caplog):
-    monkeypatch.setattr(check.api, "_why_unsupported", lambda: None)
-    monkeypatch.setattr("ltx2_fastpath.ops.numerics.DEVICE_TYPES", ("cuda", "cpu"))
+    monkeypatch.setattr("ltx2_fastpath.patches.handle.why_unsupported", lambda room: None)
+    monkeypatch.setattr("ltx2_fastpath.ops.support.DEVICE_TYPES", ("cuda", "cpu"))
     transformer = models.tiny_transformer("2.3", num_layers=1)
     with caplog.at_level(logging.DEBUG, logger="ltx2_fastpath"):
         handle = check.api.enable(transformer)

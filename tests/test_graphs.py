@@ -7,10 +7,11 @@ import contextlib
 
 import pytest
 import torch
-from ltx2_fastpath.patches import graphs
+from ltx2_fastpath.patches.transformer import graphs
+from ltx2_fastpath.patches.transformer.host import ROPES
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 SIZE = dict(height=64, width=96, num_frames=9, text_tokens=16)
 
@@ -61,13 +62,14 @@ def captured(monkeypatch):
         return forward(self, fast, transformer, survey, arguments, call)
 
     monkeypatch.setattr(graphs.Graphs, "forward", recorded)
-    monkeypatch.setattr(graphs, "_why_not", lambda: None)
+    monkeypatch.setattr(graphs, "_why_not", lambda arguments: None)
     monkeypatch.setattr(graphs, "_undone_on_failure", contextlib.nullcontext)
     monkeypatch.setattr(graphs, "_on_gpu", lambda value: isinstance(value, torch.Tensor) and value.numel() > 1)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return made
 
 
@@ -77,6 +79,9 @@ def fast(stand_ins, any_width):
     ltx2_fastpath.enable(transformer, cuda_graphs=True)
     yield transformer
     ltx2_fastpath.disable(transformer)
+
+
+NEW = "a kind of forward that had not been seen before"
 
 
 def site(transformer):
@@ -102,7 +107,7 @@ def test_third_forward_of_a_kind_is_replayed_with_its_own_inputs(fast, captured)
         outputs.append(check(fast, kwargs)[0])
     assert not any(torch.equal(a, b) for a, b in zip(outputs, outputs[1:]))
     assert len(captured) == 1 and (site(fast).stock, site(fast).fast) == (2, 3)
-    assert captured[0].replays == 4  # one of them proved the graph
+    assert captured[0].replays == 4  # one of them, on other latents, proved the graph
 
 
 def test_outputs_are_the_callers_own(fast, captured):
@@ -192,7 +197,7 @@ def test_a_capture_that_fails_is_not_tried_again(fast, captured):
     for _ in range(4):
         check(fast, kwargs)
     assert site(fast).fast == 0 and site(fast).stock == 4
-    assert site(fast).notes == ["capture failed: RuntimeError: operation not permitted when stream is capturing"]
+    assert site(fast).notes == [NEW, "capture failed: RuntimeError: operation not permitted when stream is capturing"]
 
 
 def test_a_replay_with_other_bits_is_refused(fast, captured, monkeypatch):
@@ -206,7 +211,7 @@ def test_a_replay_with_other_bits_is_refused(fast, captured, monkeypatch):
     kwargs = models.inputs(fast, **SIZE, batch_size=2)
     for _ in range(4):
         check(fast, kwargs)
-    assert site(fast).fast == 0 and site(fast).notes == ["the replay gave other bits than the eager forward"]
+    assert site(fast).fast == 0 and site(fast).notes == [NEW, "the replay gave other bits than the eager forward"]
 
 
 def test_hooks_keep_the_forward_eager(fast, captured):
@@ -223,3 +228,21 @@ def test_switching_graphs_off_drops_them(fast, captured):
     assert handle.sites["cuda_graphs"].notes == []
     check(fast, models.inputs(fast, **SIZE, batch_size=2))
     assert handle.sites["cuda_graphs"].fast == 1
+
+
+def test_a_server_that_takes_three_sizes_in_turn_replays_each_and_stays_flat(fast, captured):
+    """Every request makes its coordinates anew, as pipelines do; two passes of three steps each."""
+    shapes = [dict(SIZE), SIZE | dict(height=32), SIZE | dict(num_frames=17)]
+    kept = []
+    for request in range(12):
+        before = site(fast).fast
+        with torch.no_grad():
+            for guidance in ("cfg", "stg") * 3:
+                fast(**models.inputs(fast, **shapes[request % 3], batch_size=2, guidance=guidance, seed=request))
+        replayed = site(fast).fast - before
+        assert replayed == (6 if request >= 3 else 2), request  # the first request sees and captures each of its two kinds
+        handle = ltx2_fastpath.enable(fast)
+        tables = sum(handle.sites[f"{name}.tables"].first for name in ROPES)
+        kept.append((len(captured), len(site(fast)._graphs), len(site(fast)._seen), tables))
+    assert kept[2:] == [kept[2]] * 10 and kept[2][:3] == (6, 6, 6)
+    check(fast, models.inputs(fast, **shapes[0], batch_size=2))

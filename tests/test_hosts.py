@@ -8,13 +8,15 @@ import check_hosts
 import diffusers
 import pytest
 import setups
-from diffusers.models import activations
+from diffusers.models import normalization
 from diffusers.models.transformers import transformer_ltx2
-from ltx2_fastpath.patches import host
+from ltx2_fastpath.patches import ROOMS
+from ltx2_fastpath.patches.host import source_hash, unknown_sources
+from ltx2_fastpath.patches.transformer import host
 from setups import Together
 
 from ltx2_fastpath import disable, enable, report
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 INSTALLED = Path(diffusers.__file__).parent.parent
 
@@ -32,7 +34,7 @@ def release_of(folder: Path, changes: dict[str, tuple[str, str]] | None = None) 
 
 
 def test_installed_release_is_known_and_takes_the_fast_path(stand_ins, any_width, version):
-    assert host.unknown_sources() == []
+    assert [unknown_sources(room) for room in ROOMS] == [[]]
     both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny(version)))
     assert enable(both.ours).active
     both.check()
@@ -40,11 +42,11 @@ def test_installed_release_is_known_and_takes_the_fast_path(stand_ins, any_width
 
 def test_sources_read_from_files_are_those_that_are_imported():
     found = check_hosts.hashes(INSTALLED, host.KNOWN)
-    assert found == {name: host.source_hash(function) for name, function in host._methods().items()}
+    assert found == {name: source_hash(function) for name, function in host.methods().items()}
     assert all(found[name] in known for name, known in host.KNOWN.items())
 
 
-BLOCKS, ACTIVATIONS, _ = check_hosts.FILES
+BLOCKS, NORMS = check_hosts.FILES
 PROCESSORS = {"LTX2AudioVideoAttnProcessor.__call__", "LTX2PerturbedAttnProcessor.__call__"}
 
 
@@ -55,7 +57,7 @@ PROCESSORS = {"LTX2AudioVideoAttnProcessor.__call__", "LTX2PerturbedAttnProcesso
         (BLOCKS, ("2.0 * torch.sigmoid", "1.0 * torch.sigmoid"), PROCESSORS),
         (BLOCKS, ("def apply_split_rotary_emb", "def apply_split_rotary_embedding"), {"apply_split_rotary_emb"}),
         (BLOCKS, ("class LTX2AdaLayerNormSingle", "class LTX2AdaLN"), {"LTX2AdaLayerNormSingle.forward"}),
-        (ACTIVATIONS, ("approximate=self.approximate", "approximate='none'"), {"GELU.gelu"}),
+        (NORMS, ("torch.rsqrt(variance + self.eps)", "torch.rsqrt(variance)"), {"RMSNorm.forward"}),
     ],
 )
 def test_release_with_other_sources_is_found_out(tmp_path, monkeypatch, capsys, file, change, unknown):
@@ -79,7 +81,7 @@ def test_release_without_ltx2_is_found_out(tmp_path):
     folder = release_of(tmp_path)
     shutil.rmtree(folder / "diffusers/models/transformers")
     found = check_hosts.hashes(folder, host.KNOWN)
-    assert found["LTX2Attention.forward"] is None and found["GELU.gelu"] in host.KNOWN["GELU.gelu"]
+    assert found["LTX2Attention.forward"] is None and found["RMSNorm.forward"] in host.KNOWN["RMSNorm.forward"]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_release_without_ltx2_is_found_out(tmp_path):
     [
         (transformer_ltx2.LTX2VideoTransformerBlock, "forward"),
         (transformer_ltx2.LTX2PerturbedAttnProcessor, "__call__"),
-        (activations.GELU, "forward"),
+        (normalization.RMSNorm, "forward"),
     ],
 )
 def test_unknown_release_stays_stock_with_one_line(stand_ins, any_width, monkeypatch, caplog, owner, name):

@@ -10,7 +10,7 @@ import torch
 from diffusers.models.transformers import transformer_ltx2
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("stand_ins", "any_width", "masked")]
 MASKS = ("encoder_attention_mask", "audio_encoder_attention_mask")
@@ -86,7 +86,7 @@ def test_high_is_the_forward_without_masks_and_lossless_after_it_is_stock(transf
 
 def test_a_pipeline_looks_at_its_masks_once_for_all_steps(version, monkeypatch):
     """Once in the CFG passes of a prompt and once in the passes beside them: those have another mask."""
-    from ltx2_fastpath.patches import high as patch
+    from ltx2_fastpath.patches.transformer import high as patch
 
     looks = []
     look = patch._all_attend
@@ -331,7 +331,8 @@ class TestContext:
         with ltx2_fastpath.quality(transformer, "lossless"):
             assert tier() == "lossless"
         assert tier() == "high"
-        assert ltx2_fastpath.enable(transformer) is handle and tier() == "lossless"
+        assert ltx2_fastpath.enable(transformer) is handle and tier() == "high"  # what is not named stays
+        assert ltx2_fastpath.enable(transformer, quality="lossless") is handle and tier() == "lossless"
         assert ltx2_fastpath.enable(transformer, quality="high") is handle and tier() == "high"
         ltx2_fastpath.disable(transformer)
         assert tier() == "lossless"
@@ -359,7 +360,7 @@ class TestContext:
         assert (next(first), next(second), next(first)) == ("high", "lossless", "lossless")
         assert list(first) == []  # the first one's context ends inside of the second one's
         assert (next(second), list(second)) == ("lossless", [])
-        assert tier() == "lossless" and handle._thread.qualities == ()
+        assert tier() == "lossless" and handle._choices.qualities == ()
 
     def test_contexts_left_in_another_thread(self, transformer, tier):
         """A server resumes a generator in whichever thread is free."""
@@ -374,13 +375,13 @@ class TestContext:
 
         def leave():
             states.append(list(running))
-            states.append((handle._thread.disabled, handle._thread.qualities))
+            states.append((handle._choices.disabled, handle._choices.qualities))
 
         thread = threading.Thread(target=leave)
         thread.start()
         thread.join(60)
         assert states == [[], (0, ())]
-        assert (handle._thread.disabled, handle._thread.qualities) == (0, ()) and tier() == "lossless"
+        assert (handle._choices.disabled, handle._choices.qualities) == (0, ()) and tier() == "lossless"
 
     def test_an_exception_in_the_forward_restores(self, transformer, tier):
         ltx2_fastpath.enable(transformer)
@@ -392,10 +393,10 @@ class TestContext:
         with ltx2_fastpath.quality(transformer, "high"):
             assert tier() == "lossless"
             ltx2_fastpath.enable(transformer)
-            assert tier() == "lossless"
+            assert tier() == "high"  # the thread's choice, whatever is enabled meanwhile
 
     def test_no_op_where_the_fast_path_is_off(self, transformer, tier, monkeypatch):
-        monkeypatch.setattr(ltx2_fastpath.api, "_why_unsupported", lambda: "the test says so")
+        monkeypatch.setattr("ltx2_fastpath.patches.handle.why_unsupported", lambda room: "the test says so")
         handle = ltx2_fastpath.enable(transformer, quality="high")
         with ltx2_fastpath.quality(transformer, "high"):
             assert tier() == "lossless" and not handle.active
@@ -450,7 +451,7 @@ class TestContext:
         report = ltx2_fastpath.report(transformer)
         assert report.status == "active (lossless)"
         rows = {row["site"]: row for row in report.rows if row["site"].endswith("text.mask")}
-        dropped = dict(fast=1, stock=0, notes=["dropped: it masks nothing"])
+        dropped = dict(fast=1, first=0, stock=0, notes=["dropped: it masks nothing"])
         assert rows == {site: dict(site=site, **dropped) for site in ("text.mask", "audio_text.mask")}
 
     def test_lossless_requests_have_no_rows_for_masks(self, transformer):

@@ -30,7 +30,7 @@ import torch
 from setups import CPU
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 LORA = setups.lora(num_layers=1, targets=("to_q",))
 

@@ -6,7 +6,7 @@ import torch
 from diffusers import LTX2ConditionPipeline, LTX2ImageToVideoPipeline, LTX2Pipeline, LTX2VideoTransformer3DModel
 from PIL import Image
 
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 SMALL = dict(height=64, width=96, num_frames=9, text_tokens=16)
 

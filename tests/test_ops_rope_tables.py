@@ -4,9 +4,9 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 
-from ltx2_fastpath.bench import models
 from ltx2_fastpath.ops import rope_tables
 from ltx2_fastpath.ops.rope_tables import CompactTables, Rope, compact_tables
+from ltx2_fastpath.testing import models
 
 pytestmark = pytest.mark.interpreter
 
@@ -144,16 +144,16 @@ class Embedding:
 
 @pytest.fixture
 def cache():
-    from ltx2_fastpath.patches.rope import TableCache
+    from ltx2_fastpath.patches.transformer.rope import TableCache
 
     return TableCache("rope.tables")
 
 
 def found(cache, coords, embed):
     """The tables that the cache gives for `coords`, seen to be the host's."""
-    compact = cache.find(coords, (), embed)
-    assert_equal_bits(compact.full(), embed.stock(coords))
-    return compact
+    tables = cache.find(coords, (), embed)
+    assert_equal_bits(tables.compact.full(), embed.stock(coords))
+    return tables
 
 
 def test_cache_answers_the_same_and_equal_coordinates(cache):
@@ -204,12 +204,27 @@ def test_cache_remembers_coordinates_that_do_not_repeat(cache, monkeypatch):
     monkeypatch.setattr(rope_tables, "_FEW_ROWS", 0)
     coords = torch.rand(1, 3, 60, 2, generator=torch.Generator().manual_seed(0))
     embed = Embedding()
-    assert cache.find(coords, (), embed) is None and cache.find(coords, (), embed) is None
+    assert cache.find(coords, (), embed).compact is None and cache.find(coords, (), embed).compact is None
     assert embed.calls == 0 and "do not repeat" in cache.notes[0]
 
 
-def test_cache_forgets_the_oldest(cache):
+def test_cache_compares_the_coordinates_of_a_new_request_once(cache, monkeypatch):
+    """A comparison waits for the GPU, so only the first forward of a request may make one."""
     embed = Embedding()
-    for shift in range(20):
+    first, compared = found(cache, embed.coords, embed), []
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a) or equal(a, b))
+    for _ in range(3):
+        again = embed.coords.clone()
+        for _ in range(4):
+            assert cache.find(again, (), embed) is first
+    assert len(compared) == 3
+
+
+def test_cache_forgets_what_was_not_asked_for_the_longest(cache):
+    embed = Embedding()
+    first = found(cache, embed.coords, embed)
+    for shift in range(1, 40):
         found(cache, embed.coords + shift, embed)
-    assert len(cache._entries) <= 8
+        assert found(cache, embed.coords, embed) is first
+    assert len(cache._entries) == 16 and embed.calls == 2 * 40

@@ -73,9 +73,10 @@ def test_wheel_holds_every_source_and_no_more(distributions):
     with zipfile.ZipFile(distributions[1]) as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {f"ltx2_fastpath/{p.relative_to(ROOT / 'ltx2_fastpath')}" for p in (ROOT / "ltx2_fastpath").rglob("*.*")}
-    expected |= {f"ltx2_fastpath/patches/{path.name}" for path in (ROOT / "patches").glob("*.py")}
+    expected |= {f"ltx2_fastpath/patches/{path.relative_to(ROOT / 'patches')}" for path in (ROOT / "patches").rglob("*.*")}
     expected = {name for name in expected if "__pycache__" not in name}
     assert packed == expected
+    assert {"ltx2_fastpath/testing/models.py", "ltx2_fastpath/patches/transformer/parts.py"} <= packed
     assert {"ltx2_fastpath/py.typed", "ltx2_fastpath/ops/dtypes.cuh", "ltx2_fastpath/ops/rms_norm_modulate.cu"} <= packed
 
 
@@ -98,15 +99,17 @@ def test_sdist_has_the_patches(distributions):
     with tarfile.open(distributions[0]) as archive:
         names = archive.getnames()
     assert any(name.endswith("/patches/host.py") for name in names)
+    assert any(name.endswith("/patches/transformer/host.py") for name in names)
     assert any(name.endswith("/ltx2_fastpath/ops/dtypes.cuh") for name in names)
 
 
 CODE = """
-import pathlib, ltx2_fastpath
-from ltx2_fastpath.bench import models
+import importlib.util, pathlib, ltx2_fastpath
+from ltx2_fastpath.testing import models
 from ltx2_fastpath.ops import cuda
-from ltx2_fastpath.patches import host
-assert host.unknown_sources() == []
+from ltx2_fastpath.patches import ROOMS, host
+assert [host.unknown_sources(room) for room in ROOMS] == [[]]
+assert importlib.util.find_spec("ltx2_fastpath.ltx2_fastpath") is None
 transformer = models.tiny_transformer("2.3")
 print(ltx2_fastpath.enable(transformer))
 print(*(pathlib.Path(module.__file__).resolve() for module in (ltx2_fastpath, cuda, host)), sep="\\n")
@@ -131,10 +134,13 @@ def test_installed_machine_check_runs(clean_python, tmp_path):
 
 
 IN_A_CHECKOUT = """
+import importlib.util
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 handle = ltx2_fastpath.enable(models.tiny_transformer("2.3"))
-import ltx2_fastpath.patches
+import ltx2_fastpath.patches.transformer.parts
+assert importlib.util.find_spec("ltx2_fastpath.ltx2_fastpath") is None
+assert importlib.util.find_spec("ltx2_fastpath.bench.models") is None
 print(handle.active, ltx2_fastpath.__file__, ltx2_fastpath.patches.__file__)
 """
 

@@ -11,7 +11,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from ltx2_fastpath.patches.patch import Patch
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 pytestmark = pytest.mark.interpreter
 SMALL = dict(height=64, width=96, num_frames=9, text_tokens=16)
@@ -373,7 +373,9 @@ for module in transformer.modules():
 inputs, expected = torch.load("inputs.pt", weights_only=False)
 torch.set_num_threads(1)
 with torch.no_grad():
-    print(all(map(torch.equal, transformer.eval()(**inputs), expected)))
+    outputs = transformer.eval()(**inputs)
+# Not to the bit: CPUs choose kernels by where weights lie in memory, and loaded ones lie elsewhere.
+print(all(torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5) for mine, theirs in zip(outputs, expected)))
 """
 
 
@@ -397,13 +399,13 @@ def test_saved_while_enabled_it_loads_as_a_stock_model_without_us(stand_ins, any
 
 def test_loaded_model_can_be_enabled(stand_ins, any_width, tmp_path):
     transformer = models.tiny_transformer("2.3")
-    expected = forward(transformer)
     ltx2_fastpath.enable(transformer)
     torch.save(transformer, tmp_path / "model.pt")
     transformer.save_pretrained(tmp_path / "model")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     for other in (loaded, LTX2VideoTransformer3DModel.from_pretrained(tmp_path / "model")):
         assert "not enabled" in str(ltx2_fastpath.report(other))
+        expected = forward(other)  # CPUs choose kernels by where weights lie in memory, and loaded ones lie elsewhere
         handle = ltx2_fastpath.enable(other)
         assert handle.active and not handle.skipped
         for _ in range(2):

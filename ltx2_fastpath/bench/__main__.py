@@ -52,6 +52,10 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="as in a call that is given its latents, whose STG pass can start at its first perturbed block",
     )
+    modular = argparse.ArgumentParser(add_help=False)
+    modular.add_argument(
+        "--modular", action="store_true", help="as in modular pipelines: a pass for each prompt, all with one latents tensor"
+    )
     tiers = argparse.ArgumentParser(add_help=False)
     tiers.add_argument("--high", action="store_true", help='add the arm of quality="high", whose difference is reported')
 
@@ -92,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
         clips,
         images,
         latents,
+        modular,
         tiers,
         repeated,
     )
@@ -118,8 +123,10 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         return _fail("the benchmark needs a CUDA device, and torch sees none")
 
-    from . import document, forward, models, table, timing
-    from .progress import Progress
+    from ltx2_fastpath.console import Progress
+    from ltx2_fastpath.testing import models
+
+    from . import document, forward, table, timing
 
     try:
         clips = [models.Clip.parse(shape) for shape in getattr(options, "shape", None) or [SHAPE]]
@@ -178,7 +185,7 @@ def _sections(options, clips, results: dict, meter, progress, save: Callable[[],
     if options.section == "forward":
         arms, passes = options.arms, {options.guidance: options.batch_size}
     elif options.section == "step":
-        arms, passes = forward.STEP_ARMS, forward.STEP_PASSES
+        arms, passes = forward.STEP_ARMS, forward.MODULAR_PASSES if options.modular else forward.STEP_PASSES
     else:
         arms, passes, clips = forward.SMALL_ARMS, {"cfg": 1}, [forward.SMALL_CLIP]
     if options.quick:
@@ -216,7 +223,9 @@ def _pipelines(options, clips, results: dict, meter, progress) -> Iterator[dict]
 
 def _build(options, clips, rows: int, progress):
     """The stock transformer, with as many layers as fit, and notes on it."""
-    from . import forward, models
+    from ltx2_fastpath.testing import models
+
+    from . import forward
 
     progress("building the transformer")
     free_bytes, _ = torch.cuda.mem_get_info()

@@ -11,9 +11,10 @@ from diffusers import LTX2VideoTransformer3DModel
 from torch._inductor.utils import fresh_cache
 
 import ltx2_fastpath
+from ltx2_fastpath.testing import models
+from ltx2_fastpath.testing.models import Clip
 
-from . import floor, launches, models, timing
-from .models import Clip
+from . import floor, launches, timing
 
 EAGER, COMPILED, FAST, FAST_COMPILED, FLOOR = "eager", "compiled", "fast", "fast + compile", "floor"
 #: The arm that is not lossless: quality "high". It runs where it is asked for.
@@ -23,11 +24,14 @@ COMPILED_ARMS = (COMPILED, FAST_COMPILED)
 #: Arms and guidance passes of each section, with the rows of each pass for one video.
 FORWARD_ARMS = (EAGER, FAST, COMPILED, FAST_COMPILED, FLOOR)
 STEP_ARMS, STEP_PASSES = (EAGER, FAST, COMPILED, FLOOR), {"cfg": 2, "stg": 1, "isolated": 1}
+#: In modular pipelines every prompt has a pass of its own, and all passes get one latents tensor.
+MODULAR_PASSES = {"positive": 1, "negative": 1, "stg": 1, "isolated": 1}
 EAGER_GRAPH, FAST_GRAPHS = "eager as a graph", "fast + graphs"
 SMALL_ARMS, SMALL_CLIP = (EAGER, FAST, EAGER_GRAPH, FAST_GRAPHS), Clip(512, 768, 9)
 
 _LATENTS = ("hidden_states", "audio_hidden_states")
 _TEXT = ("encoder_hidden_states", "audio_encoder_hidden_states")
+_COORDINATES = ("video_coords", "audio_coords")
 # What a forward needs beside its weights: an upper bound for choosing the number of layers, not a measurement.
 _BYTES_PER_TOKEN = 500_000
 _BYTES_ELSEWHERE = 3 * 2**30
@@ -112,7 +116,8 @@ def measure(
     """Add to `section` (its name, version and notes) the measurements of every arm.
 
     A call of an arm is a forward for each of `passes`, {guidance: rows}, on inputs that all arms share. Equality comes first,
-    on a call of the fast arm that verifies nothing any more, as none of the timed ones does. If that is red there are no times.
+    on a call of the fast arm that verifies nothing any more, as none of the timed ones does. That call belongs to a second
+    request; how often it waits for the GPU is counted. If that is red there are no times.
     The difference of a compiled arm or of `high` from stock is reported, not judged.
     """
     inputs = _inputs(instances.stock, clip, passes, image_to_video, given_latents)
@@ -168,17 +173,26 @@ def _one_stream(instances):
 def _inputs(transformer, clip, passes, image_to_video, given_latents) -> dict[str, dict]:
     """The arguments of every pass. As in the pipelines all rows have the same latents, and the last rows have the same text."""
     inputs: dict[str, dict] = {}
-    for guidance, rows in passes.items():
+    for name, rows in passes.items():
+        guidance = name if name in STEP_PASSES else "cfg"
         size = dict(clip._asdict(), batch_size=rows)
         kwargs = models.inputs(
             transformer, **size, guidance=guidance, image_to_video=image_to_video, given_latents=given_latents
         )  # fmt: skip
-        first = next(iter(inputs.values()), kwargs)
+        inputs[name] = kwargs
+    if passes == MODULAR_PASSES:
+        for name in _LATENTS:
+            inputs["positive"][name] = inputs["negative"][name] = inputs["isolated"][name] = inputs["stg"][name]
+        for name in _TEXT:
+            inputs["positive"][name] = inputs["isolated"][name] = inputs["stg"][name]
+            inputs["negative"][name] = inputs["negative"][name].flip(1)
+        return inputs
+    first = next(iter(inputs.values()))
+    for kwargs in inputs.values():
         for name in _LATENTS:
             kwargs[name].copy_(first[name][-1:].clone())
         for name in _TEXT:
             kwargs[name][-1:].copy_(first[name][-1:].clone())
-        inputs[guidance] = kwargs
     return inputs
 
 
@@ -196,6 +210,10 @@ def _prepare(section, instances, inputs, arms, meter, progress) -> dict[str, Cal
             with fresh_cache():  # of Inductor and of Triton: what an earlier run has compiled must not count
                 record = {"first_call_s": meter.seconds(call)}
             call()  # what depends on the order of the passes is verified here, not in the first call
+            for kwargs in inputs.values():  # a second request, with coordinates of its own
+                kwargs |= {coordinates: kwargs[coordinates].clone() for coordinates in _COORDINATES}
+            call()
+            record["synchronisations"] = meter.synchronisations(call)
             outputs, record["peak_bytes"] = meter.peak(call)
         except Exception as error:
             if name not in COMPILED_ARMS:

@@ -15,13 +15,14 @@ from diffusers.models.transformers.transformer_ltx2 import apply_split_rotary_em
 
 import ltx2_fastpath
 from ltx2_fastpath.first_sight import FirstSight, same_bits
-from ltx2_fastpath.ops import ada_values, gated_residual, gelu, head_gate, qk_norm_split_rope, rms_norm_modulate
-from ltx2_fastpath.ops.numerics import IndexedRows, full
+from ltx2_fastpath.ops import ada_values, gated_residual, head_gate, qk_norm_split_rope, rms_norm_modulate
 from ltx2_fastpath.ops.rope_tables import Rope
+from ltx2_fastpath.ops.support import IndexedRows, full
+from ltx2_fastpath.testing import models
+from ltx2_fastpath.testing.models import Clip
 
-from . import models, timing
+from . import timing
 from .forward import make_fast
-from .models import Clip
 
 EPS = 1e-6
 TEXT_TOKENS = 1024
@@ -249,18 +250,12 @@ def _pointwise(make: Maker) -> Iterator[Case]:
         (shift, scale), _ = make.ada(ROW, 2, batch, tokens, width)
         return _both(rms_norm_modulate, None, make.normal(batch, tokens, width), scale, shift)
 
-    def activation(batch, tokens, width):
-        return _both(gelu, make.normal(batch, tokens, width), "tanh")
-
     for sizes in _streams(make):
         yield Case("head gate", _shape(*sizes), head_gate, functools.partial(gate, *sizes))
     for width in (make.video_width, make.audio_width):
         for batch in (1, 2):
             sizes = batch, TEXT_TOKENS, width
             yield Case("prompt modulation", _shape(*sizes), rms_norm_modulate, functools.partial(prompt, *sizes))
-    for batch, tokens, width in _streams(make):
-        sizes = batch, tokens, 4 * width
-        yield Case("GELU", _shape(*sizes), gelu, functools.partial(activation, *sizes))
 
 
 def bytes_moved(args, result) -> int:

@@ -7,10 +7,11 @@ import torch
 from diffusers import LTX2Pipeline, LTX2VideoTransformer3DModel
 
 from ltx2_fastpath import FastPath
+from ltx2_fastpath.testing import models
+from ltx2_fastpath.testing.models import Clip
 
-from . import forward, models
+from . import forward
 from .forward import EAGER, FAST, HIGH
-from .models import Clip
 
 TEXT_TOKENS = 1024
 # The first step shows that there are STG passes, the second verifies their prefix, the third starts from it.

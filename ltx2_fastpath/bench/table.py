@@ -1,20 +1,11 @@
 """Sections as plain text: aligned columns, first what was measured, then a line per arm or operation."""
 
+from ltx2_fastpath.console import align
+
 
 def section_text(section: dict) -> str:
     """The table of one section."""
     return {"kernels": _kernels, "pipeline": _pipeline}.get(section["section"], _forwards)(section)
-
-
-def align(rows: list[list[str]], left: int = 1) -> str:
-    """`rows` in columns two spaces apart; the first `left` columns flush left, the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-
-    def line(row):
-        cells = (cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-        return "  ".join(cells).rstrip()
-
-    return "\n".join(map(line, rows))
 
 
 def _kernels(section: dict) -> str:
@@ -62,8 +53,8 @@ def _forwards(section: dict) -> str:
     if not section["equal"]:
         return "\n".join(lines)
     names = (
-        "arm, GPU ms, speed-up, x floor, host ms, kernels, memsets, copies, matrix ms, attention ms, rest ms, peak GiB, first s,"
-        " max difference"
+        "arm, GPU ms, speed-up, x floor, host ms, waits, kernels, memsets, copies, matrix ms, attention ms, rest ms,"
+        " peak GiB, first s, max difference"
     )
     high = "high" in section["arms"]
     rows = [names.split(", ") + ["over fast"] * high]
@@ -76,6 +67,7 @@ def _forwards(section: dict) -> str:
                 f"{arm['speed_up']:.2f}x",
                 f"{arm['times_floor']:.3f}" if "times_floor" in arm else "-",
                 f"{arm['host_ms']:.1f}",
+                str(arm["synchronisations"]),
                 str(counts["kernels"]),
                 str(counts["memsets"]),
                 str(counts["copies"]),

@@ -3,6 +3,7 @@
 import functools
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -52,6 +53,18 @@ class CudaMeter:
         """Four times what L2 holds."""
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
         return torch.zeros(4 * l2_bytes, dtype=torch.uint8, device="cuda").view(torch.float32)
+
+    @staticmethod
+    def synchronisations(call: Callable) -> int:
+        """How often `call` makes the host wait for the GPU, as far as torch knows."""
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing" in str(warning.message) for warning in caught)
 
     def seconds(self, call: Callable) -> float:
         """Seconds from an idle GPU to an idle GPU."""

@@ -3,7 +3,7 @@
 Formula      ada[b, t, j, d] = table[j, d] + temb[b, t, j·D + d], one rounding to the promoted dtype.
 Shapes       per pair: table [n, D] (rows contiguous), temb [B, T, n·D] (last dimension contiguous, any other strides);
              T is 1 for a row modulation, or the number of tokens for a per-token one. Widths may differ between pairs. A
-             per-token temb with few distinct rows may come as numerics.IndexedRows: only those rows are added to.
+             per-token temb with few distinct rows may come as support.IndexedRows: only those rows are added to.
 Result       per pair a tuple of n views [B, T, D], or of n IndexedRows; all pairs share one allocation.
 Dtypes       bf16, fp16 or fp32 tables and tembs; the result has torch's promoted dtype, the same for every pair.
 Order        pointwise: nothing to reproduce but the rounding.
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .numerics import DEVICE_TYPES, DTYPES, IndexedRows, layout, on_device
+from .support import DEVICE_TYPES, DTYPES, IndexedRows, layout, on_device
 
 CANDIDATES = (None,)
 
@@ -132,17 +132,6 @@ def _launch(tables, tembs):
             tuple(tables), tuple(tembs), buffer, batches, tokens, batch_strides, token_strides, rows, widths, num_warps=4
         )  # fmt: skip
     return buffer
-
-
-@torch.library.custom_op("ltx2_fastpath::ada_values", mutates_args=())
-def _op(tables: list[torch.Tensor], tembs: list[torch.Tensor]) -> torch.Tensor:
-    return _launch(tables, tembs)
-
-
-@_op.register_fake
-def _(tables, tembs):
-    dtype = torch.promote_types(tables[0].dtype, tembs[0].dtype)
-    return tembs[0].new_empty(sum(temb.numel() for temb in tembs), dtype=dtype)
 
 
 def ada_values(*pairs):

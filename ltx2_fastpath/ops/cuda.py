@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from .numerics import DTYPES, INTERPRETED
+from .support import DTYPES, INTERPRETED
 
 _FOLDER = pathlib.Path(__file__).parent
 INSTALLED = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None

@@ -10,11 +10,8 @@ Dtypes       bf16, fp16, fp32, the same for all.
 Verified on  NVIDIA H200.
 """
 
-import torch
-
-from .numerics import full, layout, random
+from .rms_norm_modulate import CANDIDATES as CANDIDATES
 from .rms_norm_modulate import (
-    CANDIDATES,
     launch_rows,
     new_rows,
     norm_key,
@@ -24,6 +21,7 @@ from .rms_norm_modulate import (
     refusal_of_width,
     rehearsal_rows,
 )
+from .support import full, layout, random
 
 
 def eager(norm, x, update, gate, *modulations):
@@ -81,55 +79,3 @@ def _launch(candidate, x, update, gate, modulations, eps):
     outs = [] if eps is None else [new_rows(x) for _ in range(max(1, len(modulations)))]
     launch_rows(candidate, x, update, gate, hidden, modulations, outs, eps)
     return (hidden, *outs) if outs else hidden
-
-
-@torch.library.custom_op("ltx2_fastpath::gated_residual", mutates_args=())
-def _op(implementation: str, order: int, x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    return _launch((implementation, order), x, update, gate, (), None)
-
-
-@_op.register_fake
-def _(implementation, order, x, update, gate):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-@torch.library.custom_op("ltx2_fastpath::gated_residual_norm", mutates_args=())
-def _norm_op(
-    implementation: str,
-    order: int,
-    x: torch.Tensor,
-    update: torch.Tensor,
-    gate: torch.Tensor | None,
-    scales: list[torch.Tensor],
-    shifts: list[torch.Tensor],
-    eps: float,
-) -> list[torch.Tensor]:
-    return list(_launch((implementation, order), x, update, gate, list(zip(scales, shifts)), eps))
-
-
-@_norm_op.register_fake
-def _(implementation, order, x, update, gate, scales, shifts, eps):
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(1 + max(1, len(scales)))]
-
-
-def gated_residual(norm, x, update, gate, *modulations, candidate=CANDIDATES[0]):
-    """``h = x + update * gate``, then the norm of h and its modulations, in one launch.
-
-    Args:
-        norm: a diffusers ``RMSNorm`` without weight, or None for the residual alone.
-        x, update: [B, S, D], bf16, fp16 or fp32, last dimension contiguous.
-        gate: [B, 1, D] or [B, S, D], or None for a plain residual.
-        modulations: up to two (scale, shift) pairs, [B, 1, D] or [B, S, D] each.
-        candidate: (implementation, order of the final warp sum), one of ``CANDIDATES``.
-
-    Returns:
-        h alone where norm is None; else (h, normed) without modulations, or (h, out) or (h, out, out). New tensors [B, S, D].
-
-    Raises:
-        ValueError: an argument has the wrong rank, dtype, device, shape or layout; the message names it.
-    """
-    if torch.compiler.is_compiling():
-        return eager(norm, x, update, gate, *modulations)
-    if reason := refusal(norm, x, update, gate, *modulations):
-        raise ValueError(f"gated_residual: {reason}")
-    return launch(candidate, norm, x, update, gate, *modulations)

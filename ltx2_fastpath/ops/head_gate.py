@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import cuda
-from .numerics import DEVICE_TYPES, DTYPES, layout, on_device, random
+from .support import DEVICE_TYPES, DTYPES, layout, on_device, random
 
 CANDIDATES = cuda.IMPLEMENTATIONS
 
@@ -98,34 +98,3 @@ def launch(implementation, x, logits):
                 x, logits, out, *sizes, heads, head_dim, block_h, block_d, num_warps=4, enable_fp_fusion=False
             )
     return out
-
-
-@torch.library.custom_op("ltx2_fastpath::head_gate", mutates_args=())
-def _op(implementation: str, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    return launch(implementation, x, logits)
-
-
-@_op.register_fake
-def _(implementation, x, logits):
-    return torch.empty((*x.shape[:2], x.shape[2] * x.shape[3]), dtype=x.dtype, device=x.device)
-
-
-def head_gate(x, logits, *, implementation=CANDIDATES[0]):
-    """``x * 2·sigmoid(logits)`` per head.
-
-    Args:
-        x: [B, S, H, d] attention output, bf16, fp16 or fp32, last dimension contiguous.
-        logits: [B, S, H] of x's dtype and device.
-        implementation: "cuda" or "triton".
-
-    Returns:
-        A new contiguous tensor [B, S, H·d].
-
-    Raises:
-        ValueError: an argument has the wrong rank, dtype, device, shape or layout; the message names it.
-    """
-    if torch.compiler.is_compiling():
-        return eager(x, logits)
-    if reason := refusal(x, logits):
-        raise ValueError(f"head_gate: {reason}")
-    return launch(implementation, x, logits)

@@ -24,8 +24,9 @@ import triton.language as tl
 
 from ..first_sight import numbered
 from . import cuda
-from .numerics import DEVICE_TYPES, DTYPES, HALVES, is_untouched, lane_sum, layout, on_device, quads, random
+from .numerics import HALVES, lane_sum, quads
 from .rope_tables import Rope
+from .support import DEVICE_TYPES, DTYPES, is_untouched, layout, on_device, random
 
 CHUNK = 512
 CUDA_CHUNK = 1024  # lanes of two halves of a head share two chunks

@@ -7,7 +7,7 @@ Order        torch's generic reduction: L lanes a row, 32 at 16 rows or more, 64
              ((a0 + a1) + a2) + a3; then over the lanes by halves, in the last warp by halves or by pairs
              (numerics.WARP_ORDERS).
 Shapes       x [B, S, D] with D a multiple of 4·L, last dimension contiguous; scale and shift [B, 1, D] (row modulation) or
-             [B, S, D] (per-token), with equal strides, or a per-token one as numerics.IndexedRows.
+             [B, S, D] (per-token), with equal strides, or a per-token one as support.IndexedRows.
 Dtypes       bf16, fp16, fp32, the same for all three.
 Verified on  NVIDIA H200.
 
@@ -21,20 +21,8 @@ import triton
 import triton.language as tl
 
 from . import cuda
-from .numerics import (
-    DEVICE_TYPES,
-    DTYPES,
-    INTERPRETED,
-    WARP_ORDERS,
-    IndexedRows,
-    full,
-    is_untouched,
-    lane_sum,
-    layout,
-    on_device,
-    quads,
-    random,
-)
+from .numerics import WARP_ORDERS, lane_sum, quads
+from .support import DEVICE_TYPES, DTYPES, INTERPRETED, IndexedRows, full, is_untouched, layout, on_device, random
 
 CANDIDATES = tuple((implementation, order) for implementation in cuda.IMPLEMENTATIONS for order in WARP_ORDERS)
 
@@ -281,18 +269,6 @@ def _launch(candidate, x, scale, shift, eps):
     out = new_rows(x)
     launch_rows(candidate, x, None, None, None, [(scale, shift)], [out], eps)
     return out
-
-
-@torch.library.custom_op("ltx2_fastpath::rms_norm_modulate", mutates_args=())
-def _op(
-    implementation: str, order: int, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float | None
-) -> torch.Tensor:
-    return _launch((implementation, order), x, scale, shift, eps)
-
-
-@_op.register_fake
-def _(implementation, order, x, scale, shift, eps):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def rms_norm_modulate(norm, x, scale, shift, *, candidate=CANDIDATES[0]):

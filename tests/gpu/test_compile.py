@@ -3,7 +3,7 @@
 import torch
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 LARGE = dict(height=512, width=768, num_frames=121)
 ATTENTIONS = 6  # of a layer

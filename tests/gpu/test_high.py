@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 from diffusers.models.transformers import transformer_ltx2
-from ltx2_fastpath.patches.high import TextMask
+from ltx2_fastpath.patches.transformer.high import TextMask
 from test_latents import OPERANDS, distance_of_one_rounding_less
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 DEVICE = "cuda"
 HEADS, TEXT = 32, 1024

@@ -16,7 +16,7 @@ from diffusers.models.transformers import transformer_ltx2
 from peft import LoraConfig
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 DEVICE = torch.device("cuda")
 SIZE = dict(height=512, width=768, num_frames=121)  # 6,144 video tokens
@@ -386,7 +386,7 @@ import importlib.util, logging
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name.split(".")[0] == "cuda" else find(name, *rest)  # Triton alone
 import torch, diffusers
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 import ltx2_fastpath
 records = []
 handler = logging.Handler()

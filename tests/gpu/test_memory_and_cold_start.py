@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 LARGE = dict(height=704, width=1280, num_frames=121)
 SLOWER_AT_MOST = 10.0  # seconds
@@ -43,7 +43,7 @@ COLD = """
 import json, time
 import torch
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 # Two layers have every site that 48 have. All have the same shapes, so no more is compiled or verified for the others.
 transformer = models.build_transformer("2.3", num_layers=2, device="cuda", dtype=torch.bfloat16)
 kwargs = models.inputs(transformer, height=512, width=768, num_frames=121, batch_size=2)

@@ -6,7 +6,7 @@ from diffusers import LTX2ConditionPipeline, LTX2ImageToVideoPipeline, LTX2Pipel
 from PIL import Image
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 # The first step shows that there are STG passes, the second verifies their prefix, the third and fourth may reuse it.
 STEPS = 4

@@ -6,7 +6,7 @@ import setups
 import torch
 
 import ltx2_fastpath
-from ltx2_fastpath.bench import models
+from ltx2_fastpath.testing import models
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 SIZE = dict(height=512, width=768, num_frames=9)

@@ -1,4 +1,4 @@
-"""One line on stderr that says what is being done."""
+"""What is written to a terminal: one line that says what is being done, and aligned columns."""
 
 import sys
 import time
@@ -22,3 +22,14 @@ class Progress:
         if self._rewrite:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
+
+
+def align(rows: list[list[str]], left: int = 1) -> str:
+    """`rows` in columns two spaces apart; the first `left` columns flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+
+    def line(row):
+        cells = (cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(line, rows))

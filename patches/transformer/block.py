@@ -7,17 +7,16 @@ Submodules are called in the stock order: what offloading prefetches, and leaves
 
 import functools
 
-from ltx2_fastpath.ops.numerics import IndexedRows, full
+from ltx2_fastpath.ops.support import IndexedRows, full
 
 from .host import transformer_ltx2
 from .streams import AudioStreams, Together
 
 
-def make_forward(fast):
-    """The replacement forward for the blocks of one transformer; its sites are `fast.sites`."""
+def make_forward(parts):
+    """The replacement forward for the blocks of one transformer."""
     stock = transformer_ltx2.LTX2VideoTransformerBlock.forward
-    sites = fast.sites
-    prefix = sites["guidance.prefix"]
+    handle, sites, guidance = parts.handle, parts.ops, parts.guidance
     streams = AudioStreams()
 
     @functools.wraps(stock)
@@ -50,16 +49,18 @@ def make_forward(fast):
         perturbation_mask=None,
         all_perturbed=None,
     ):
-        if (current := prefix.current()) is not None:
+        if (current := guidance.current()) is not None:
             skipped, hidden_states, audio_hidden_states = current.at_block(hidden_states, audio_hidden_states)
             if skipped:
                 return hidden_states, audio_hidden_states
-        reason = fast.why_not(hidden_states) or fast.why_not(audio_hidden_states)
+        reason = handle.why_not(hidden_states) or handle.why_not(audio_hidden_states)
         if reason is None and len(temb.index if isinstance(temb, IndexedRows) else temb) != len(hidden_states):
             # A cache without contexts (PAB) hands the outputs of one guidance pass to another. The host raises, so must we.
             reason = "the batch of the hidden states is not that of the timesteps"
+        elif reason is None and (temb_prompt is None) != (temb_prompt_audio is None):
+            reason = "one of the prompts has a timestep, the other none"
         if reason is not None:
-            fast.count_stock("block", reason)
+            handle.count_stock("block", reason, self)
             temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, temb_ca_audio_gate = map(
                 full, (temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, temb_ca_audio_gate)
             )
@@ -79,7 +80,7 @@ def make_forward(fast):
 
         # Ada values of the whole block.
         pairs = [(self.scale_shift_table, temb), (self.audio_scale_shift_table, temb_audio)]
-        prompt_pairs = self.cross_attn_adaln and temb_prompt is not None and temb_prompt_audio is not None
+        prompt_pairs = self.cross_attn_adaln and temb_prompt is not None
         if prompt_pairs:
             pairs += [
                 (self.prompt_scale_shift_table, temb_prompt),
@@ -99,10 +100,13 @@ def make_forward(fast):
         if prompt_pairs:
             prompt_ada, audio_prompt_ada, *rest = rest
         elif self.cross_attn_adaln:
-            prompt_ada = _prompt_modulation(self, self.prompt_scale_shift_table, temb_prompt, video)
-            audio_prompt_ada = _prompt_modulation(self, self.audio_prompt_scale_shift_table, temb_prompt_audio, audio)
+            prompt_ada = _prompt_modulation(self.prompt_scale_shift_table, video)
+            audio_prompt_ada = _prompt_modulation(self.audio_prompt_scale_shift_table, audio)
 
-        with streams.beside(self, video.device) if fast.audio_stream else Together() as beside:
+        alone = "switched off" if not handle.audio_stream else streams.why_not(self)
+        if alone is not None:
+            handle.count_partly("audio_stream", alone, self)
+        with Together() if alone is not None else streams.beside(video.device) as beside:
             # 1. Self-attention of video and of audio.
             video_update = _attend_to_itself(
                 self, sites, "", video, video_ada, video_rotary_emb, self_attention_mask, perturbation
@@ -166,10 +170,8 @@ def make_forward(fast):
     return forward
 
 
-def _prompt_modulation(block, table, temb_prompt, like):
-    """(shift, scale) of one prompt where the block's ada values do not hold them: without a timestep the table alone serves."""
-    if temb_prompt is not None:
-        return block.get_mod_params(table, temb_prompt, like.shape[0])
+def _prompt_modulation(table, like):
+    """(shift, scale) of a prompt without a timestep: the table alone serves."""
     return table[None, None].to(device=like.device, dtype=like.dtype).unbind(dim=2)
 
 

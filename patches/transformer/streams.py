@@ -62,9 +62,16 @@ class AudioStreams(threading.local):
     def __init__(self):
         self._streams = {}
 
-    def beside(self, block, device: torch.device):
-        """How `block` runs its audio on `device`: beside the video, unless something manages its weights' memory by stream."""
-        if device.type != "cuda" or any(name in vars(module) for module in _managed(block) for name in _HOOKS):
+    @staticmethod
+    def why_not(block) -> str | None:
+        """Why the audio of `block` runs in one stream with the video: something may manage its weights' memory by stream."""
+        if any(name in vars(module) for module in _managed(block) for name in _HOOKS):
+            return "hooks manage the block's weights"
+        return None
+
+    def beside(self, device: torch.device) -> "Beside | Together":
+        """A block's audio on `device`, beside its video."""
+        if device.type != "cuda":
             return Together()
         stream = self._streams.get(device)
         if stream is None:
@@ -75,4 +82,6 @@ class AudioStreams(threading.local):
 def _managed(block):
     """Offloading hooks a block, or all layers of a kind in it: one of each tells."""
     attention, feed_forward = block.audio_attn1, block.audio_ff
-    return block, attention, attention._modules["to_q"], attention._modules["norm_q"], feed_forward, feed_forward.net[-1]
+    layers = (attention._modules.get("to_q"), attention._modules.get("norm_q"), *feed_forward.children())
+    nested = (layer for child in feed_forward.children() for layer in child.children())
+    return (block, attention, feed_forward, *(layer for layer in (*layers, *nested) if layer is not None))

@@ -1,4 +1,4 @@
-"""A transformer's modules and tensors, listed once, so that a look at all of them in every forward costs 3 ms instead of 9."""
+"""A module's modules and tensors, listed once, so that a look at all of them in every forward costs 3 ms instead of 9."""
 
 import weakref
 from typing import NamedTuple
@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from diffusers.models import attention_dispatch
 
+from ..patch import is_foreign
 from .host import transformer_ltx2
-from .patch import is_foreign
 
 
 class State(NamedTuple):
@@ -20,25 +20,27 @@ class State(NamedTuple):
 class Survey:
     """Tells the state that a forward computes with, and who watches it."""
 
-    def __init__(self, transformer):
-        self._transformer = weakref.ref(transformer)
+    def __init__(self, module):
+        self._of = weakref.ref(module)
         self._children, self._tensors, self._stateful = [], [], []
-        self._modules = [module for module in transformer.modules() if module is not transformer]
-        for module in (transformer, *self._modules):
-            if module._modules:
-                self._children.append((module._modules, list(module._modules.items())))
-            for store in (module._parameters, module._buffers):
+        self._modules = [child for child in module.modules() if child is not module]
+        for each in (module, *self._modules):
+            if each._modules:
+                self._children.append((each._modules, list(each._modules.items())))
+            for store in (each._parameters, each._buffers):
                 self._tensors += [(store, name, tensor) for name, tensor in store.items() if tensor is not None]
-            if "processor" in vars(module):
-                self._stateful.append((module, _processor_state))
-            elif hasattr(module, "scaling"):
-                self._stateful.append((module, _adapter_state))
+            if "processor" in vars(each):
+                self._stateful.append((each, _processor_state))
+            elif hasattr(each, "scaling"):
+                self._stateful.append((each, _adapter_state))
         self._has_inference = any(tensor.is_inference() for _, _, tensor in self._tensors)
+        # Of a tensor that wraps others (torchao's, DTensor) neither address nor version tells anything.
+        self._wrapped = [tensor for _, _, tensor in self._tensors if hasattr(tensor, "__tensor_flatten__")]
 
-    def holds(self, transformer) -> bool:
-        """Whether these are still the modules and the tensors of `transformer`."""
+    def holds(self, module) -> bool:
+        """Whether these are still the modules and the tensors of `module`."""
         return (
-            self._transformer() is transformer
+            self._of() is module
             and all(len(store) == len(items) and all(store.get(k) is v for k, v in items) for store, items in self._children)
             and all(store.get(name) is tensor for store, name, tensor in self._tensors)
         )
@@ -59,8 +61,19 @@ class Survey:
     def state(self) -> State:
         """Equal for two forwards only if both compute with the same weights, adapters, processors and backends."""
         settings = [switches(), *(read(module) for module, read in self._stateful)]
-        weights = [(t.data_ptr(), None if t.is_inference() else t._version) for _, _, t in self._tensors]
+        weights = [_place(tensor) for _, _, tensor in self._tensors]
+        weights += [_place(tensor) for wrapper in self._wrapped for tensor in _inner(wrapper)]
         return State(settings, weights)
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+
+
+def _inner(wrapper) -> list[torch.Tensor]:
+    """The plain tensors that a wrapper holds, wrappers in it included."""
+    inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+    return [plain for tensor in inner for plain in (_inner(tensor) if hasattr(tensor, "__tensor_flatten__") else [tensor])]
 
 
 def why_watched(modules) -> str | None:

@@ -15,23 +15,25 @@ of LTX-2.3 then skips 28 blocks. One rounding less moves an output by a bf16 ULP
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-STREAMS = ("", "audio_")
+from ltx2_fastpath.first_sight import is_capturing
+
+from .host import STREAMS
 
 
-def changes(fast, arguments: dict) -> dict:
+def changes(parts, arguments: dict) -> dict:
     """What to replace among the transformer's `arguments`, by name; nothing unless this thread computes with "high"."""
     changed: dict = {}
-    if fast.tier != "high":
+    if parts.handle.tier != "high":
         return changed
     for stream in STREAMS:
         hidden, text = arguments[f"{stream}hidden_states"], arguments[f"{stream}encoder_hidden_states"]
         mask = arguments[f"{stream}encoder_attention_mask"]
-        if fast.why_not(hidden) is not None:
+        if parts.handle.why_not(hidden) is not None:
             continue
-        if mask is not None and fast.sites[f"{stream}text.mask"].is_idle(mask, hidden, text):
+        if mask is not None and parts.text_masks[stream].is_idle(mask, hidden, text):
             changed[f"{stream}encoder_attention_mask"] = None
-        if not hidden.is_contiguous():
-            changed[f"{stream}hidden_states"] = fast.sites[f"{stream}latents"].laid_out(hidden)
+        if not hidden.is_contiguous() and not parts.latents[stream].left_out:
+            changed[f"{stream}hidden_states"] = parts.latents[stream].laid_out(hidden)
     return changed
 
 
@@ -39,15 +41,15 @@ class Latents:
     """How often the latents of one stream were laid out.
 
     Attributes:
-        site: its name in reports; fast: forwards whose latents were laid out token by token; stock: 0; notes: that.
+        site: its name in reports; fast: forwards whose latents were laid out token by token; stock, first: 0; left_out: whether
+        none are; notes: that.
     """
-
-    stock = 0
-    notes = ["laid out token by token, as in the CFG pass"]
 
     def __init__(self, site: str):
         self.site = site
-        self.fast = 0
+        self.fast = self.stock = self.first = 0
+        self.left_out = False
+        self.notes = ["laid out token by token, as in the CFG pass"]
 
     def laid_out(self, latents):
         """`latents` [B, S, C] as a contiguous tensor."""
@@ -59,14 +61,15 @@ class TextMask:
     """Which masks of one stream's text mask nothing; their values are looked at once, not in every forward.
 
     Attributes:
-        site: its name in reports; fast: forwards without their mask; stock: forwards that kept it; notes: why.
+        site: its name in reports; fast: forwards without their mask; stock: forwards that kept it; first: 0; left_out: whether
+        all do; notes: why.
     """
 
     def __init__(self, site: str):
         self.site = site
-        self.fast = 0
-        self.stock = 0
-        self._notes: set[str] = set()
+        self.fast = self.stock = self.first = 0
+        self.left_out = False
+        self._notes: set[str] = set()  # of the few that are written below
         # {mask: ((version, address, dtype), whether it is idle)}. By identity: an address can come to mean other values. A mask
         # takes its verdict along when it goes, and the pipelines keep theirs for all steps.
         self._verdicts = WeakTensorKeyDictionary()
@@ -77,7 +80,7 @@ class TextMask:
 
     def is_idle(self, mask, hidden, text) -> bool:
         """Whether `mask` lets `hidden` attend to all of `text`. Synchronises where it must look at the values."""
-        reason = _why_unreadable(mask, hidden, text)
+        reason = "kept: left out" if self.left_out else _why_unreadable(mask, hidden, text)
         if reason is None and not self._masks_nothing(mask, hidden.dtype):
             reason = "kept: it masks some of the text"
         self._notes.add(reason or "dropped: it masks nothing")
@@ -105,7 +108,7 @@ def _why_unreadable(mask, hidden, text) -> str | None:
     is_bias = mask.dtype == hidden.dtype and mask.shape == (rows, 1, tokens)
     if not is_bias and mask.shape != (rows, tokens):
         return "kept: its shape is not that of a mask of the text"  # with most of these the host raises, and must
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+    if mask.is_cuda and is_capturing():
         return "kept: a CUDA graph is being captured"  # its replays may find other values in the mask
     return None
 

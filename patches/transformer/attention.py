@@ -15,30 +15,31 @@ from ltx2_fastpath.ops import qk_norm_split_rope as qk_op
 
 from .host import transformer_ltx2
 
-ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 
-
-def make_forward(fast, name):
-    """The replacement forward for the attentions called `name` in their blocks; its sites are `fast.sites`."""
+def make_forward(parts, name):
+    """The replacement forward for the attentions called `name` in their blocks."""
     stock = transformer_ltx2.LTX2Attention.forward
     plain_processor = transformer_ltx2.LTX2AudioVideoAttnProcessor
     perturbed_processor = transformer_ltx2.LTX2PerturbedAttnProcessor
-    qk_site = fast.sites[f"{name}.qk_norm_split_rope"]
-    rope_site = fast.sites[f"{name}.split_rope"]
-    gate_site = fast.sites[f"{name}.head_gate"]
+    handle = parts.handle
+    qk_site = parts.ops[f"{name}.qk_norm_split_rope"]
+    rope_site = parts.ops[f"{name}.split_rope"]
+    gate_site = parts.ops[f"{name}.head_gate"]
 
-    def fused_norm_and_rotate(norm_q, norm_k, query, key, query_rotary_emb, key_rotary_emb):
+    def fused_norm_and_rotate(attention, query, key, query_rotary_emb, key_rotary_emb):
+        norm_q, norm_k = attention.norm_q, attention.norm_k
         if key_rotary_emb is None:
             key_rotary_emb = query_rotary_emb
         if qk_op.is_plain(norm_q, query) and qk_op.is_plain(norm_k, key):
             return qk_site(norm_q, norm_k, query, key, query_rotary_emb, key_rotary_emb)
+        handle.count_partly(f"{name}.qk_norm", "norms that are hooked, moved or of another kind are called", attention)
         query, key = norm_q(query), norm_k(key)
         if query_rotary_emb is None:
             return query, key
         return rope_site(None, None, query, key, query_rotary_emb, key_rotary_emb)
 
-    def traced_norm_and_rotate(*args):
-        return qk_op.traced(qk_site, *args)
+    def traced_norm_and_rotate(attention, *args):
+        return qk_op.traced(qk_site, attention.norm_q, attention.norm_k, *args)
 
     # In a compiled graph QK-norm + RoPE is one opaque op, and the rest is left to Inductor.
     fused = _MaskPreparation(), fused_norm_and_rotate, gate_site
@@ -57,7 +58,7 @@ def make_forward(fast, name):
         processor = self.processor
         perturbable = type(processor) is perturbed_processor
         tracing = torch.compiler.is_compiling()
-        reason = _why_not_traced(fast, self, hidden_states) if tracing else fast.why_not(hidden_states)
+        reason = _why_not_traced(handle, self, hidden_states) if tracing else handle.why_not(hidden_states)
         if reason is None and not (perturbable or type(processor) is plain_processor):
             reason = f"the processor is {type(processor).__name__}"
         elif reason is None and query_rotary_emb is not None and self.rope_type != "split":
@@ -65,7 +66,7 @@ def make_forward(fast, name):
         elif reason is None and not kwargs.keys() <= ({"perturbation_mask", "all_perturbed"} if perturbable else set()):
             reason = "keyword arguments that the processor does not take"
         if reason is not None:
-            fast.count_stock(name, reason)
+            handle.count_stock(name, reason, self)
             return stock(
                 self, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb, key_rotary_emb, **kwargs
             )  # fmt: skip
@@ -89,7 +90,7 @@ def make_forward(fast, name):
             value = modules["to_v"](source) if perturbable else None
             query, key = modules["to_q"](hidden_states), modules["to_k"](source)
             value = modules["to_v"](source) if value is None else value
-            query, key = norm_and_rotate(modules["norm_q"], modules["norm_k"], query, key, query_rotary_emb, key_rotary_emb)
+            query, key = norm_and_rotate(self, query, key, query_rotary_emb, key_rotary_emb)
             out = transformer_ltx2.dispatch_attention_fn(
                 _by_head(query, self.heads),
                 _by_head(key, self.heads),
@@ -113,14 +114,14 @@ def make_forward(fast, name):
     return forward
 
 
-def _why_not_traced(fast, attention, hidden_states):
+def _why_not_traced(handle, attention, hidden_states):
     """Why a compiled graph holds the host's attention instead of ours."""
     # Not torch.compiler.is_exporting(): of that Dynamo makes True, whatever it traces for (torch 2.11).
     if getattr(torch.compiler, "_is_exporting_flag", False):
         return "torch.export is tracing"  # what it makes is for processes without us
     if not qk_op.traceable(attention.norm_q, attention.norm_k, hidden_states, attention.inner_dim, attention.heads):
         return "norms, widths or hidden states that the kernels do not take"
-    return fast.why_not_traced(hidden_states)
+    return handle.why_not_traced(hidden_states)
 
 
 def _by_head(x, heads):

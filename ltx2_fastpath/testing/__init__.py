@@ -1,0 +1,1 @@
+"""Models and inputs with random weights at the sizes people run, for tests, demo, notebooks, check and benchmark."""
