@@ -1,4 +1,4 @@
-"""Write the tables of results from the JSON files in examples/results: a summary in the README, all of it beside the files.
+"""Write the results from the JSON files in examples/results: a picture, a summary in docs/, and all of it beside the files.
 
     python examples/results_table.py           write them
     python examples/results_table.py --check   exit with 1 if they are not what the files say
@@ -13,14 +13,17 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parent
 RESULTS = EXAMPLES / "results"
+DOCS = EXAMPLES.parent / "docs"
 BEGIN, END = "<!-- results: written by `make results`, do not edit -->", "<!-- end of results -->"
 NONE = "No results are committed yet: run `make bench` on a GPU."
 SCHEMA = 1
 #: Kernel rows are summed up over the shapes with at least so many rows; the JSON has every shape.
 LARGE = 6144
-#: What the summary shows: a row for each section of these, a column for each of these arms.
+#: What the summary shows: a table for each kind of section, a column for each of these arms that it has.
 SECTIONS = {"forward": "forward", "step": "guided step", "pipeline": "call", "small": "forward"}
-SUMMARY_ARMS = ("eager", "compiled", "fast", "high", "fast + compile", "floor")
+SUMMARY_ARMS = ("eager", "eager as a graph", "compiled", "fast", "high", "fast + compile", "fast + graphs", "floor")
+#: Operations of committed runs that the product does not have any more.
+REMOVED = {"GELU"}
 #: Of the benchmark's command line, as a JSON file has them.
 DEFAULTS = {
     "version": "2.3",
@@ -28,6 +31,25 @@ DEFAULTS = {
     "guidance": "cfg",
     "arms": ["eager", "fast", "compiled", "fast + compile", "floor"],
 }
+#: What comes between the summary and the table under it.
+SPENT = """## Where stock spends a forward
+
+For comparison with your own: kernel times of the stock arms above in milliseconds, from a profile of one call each. *All the
+rest* is what the fast path works on; launches are kernels, memsets and copies."""
+#: The arms in the picture.
+DRAWN = {"eager": "stock", "compiled": "compiled", "fast": "ltx2_fastpath", "floor": "floor"}
+CAPTIONS = (
+    "Shorter is faster. Compiled: compile_repeated_blocks, whose bits are not those of stock.",
+    "Floor: the same matrix products and attention alone. With latents given, passes share some.",
+)
+STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #1f2328 } .title { font-weight: 600 } .note { font-size: 12px; fill: #59636e }
+.eager { fill: #8c959f } .compiled { fill: #d4881c } .fast { fill: #0969da } .floor { fill: #2da44e }
+@media (prefers-color-scheme: dark) {
+text { fill: #f0f6fc } .note { fill: #9198a1 }
+.eager { fill: #7d8590 } .compiled { fill: #d29922 } .fast { fill: #4493f8 } .floor { fill: #3fb950 }
+}
+"""
 ARMS = {
     "eager": "stock",
     "compiled": "compiled",
@@ -57,33 +79,89 @@ def documents(folder: Path = RESULTS) -> dict[str, dict]:
 
 
 def summary(found: dict[str, dict]) -> str:
-    """What the runs say of whole forwards, steps and calls, as Markdown: a table for each machine, a row for each section."""
+    """What the runs say of whole forwards, steps and calls, as Markdown: for each machine, a table for each kind of these."""
+    parts = []
+    for machine, sections in _by_machine(found).items():
+        kinds = [[section for section in sections if section["section"] == kind] for kind in SECTIONS]
+        if any(kinds):
+            parts += [f"{machine}:", *map(_overview, filter(None, kinds))]
+    return "\n\n".join(parts) or NONE
+
+
+def _by_machine(found: dict[str, dict]) -> dict[str, list[dict]]:
     machines: dict[str, list[dict]] = {}
     for document in found.values():
         machines.setdefault(_machine(document["environment"]), []).extend(document["sections"])
-    parts = []
-    for machine, sections in machines.items():
-        of_models = [section for section in sections if section["section"] in SECTIONS]
-        if of_models:
-            parts += [f"{machine}:", _overview(of_models)]
-    return "\n\n".join(parts) or NONE
+    return machines
 
 
 def _overview(sections: list[dict]) -> str:
     arms = [name for name in SUMMARY_ARMS if any(name in section["arms"] for section in sections)]
     rows = [["LTX", "what", "clip (tokens)", *(ARMS[name] for name in arms)]]
-    for section in sorted(sections, key=lambda section: list(SECTIONS).index(section["section"])):
+    for section in sections:
         model, clip = _model_and_clip(section)
-        what = SECTIONS[section["section"]]
-        if "steps" in section:
-            what = f"{section['steps']}-step {what}, to the latents"
-        elif section["passes"].keys() == {"cfg"} and section["passes"]["cfg"] > 1:
-            what += f", {section['passes']['cfg']} rows"
-        rows.append([model, what, clip, *(_time(name, section["arms"].get(name)) for name in arms)])
-        if section["section"] == "small":
-            graphs = {"eager": section["arms"].get("eager as a graph"), "fast": section["arms"].get("fast + graphs")}
-            rows.append([model, f"{what}, as CUDA graphs", clip, *(_time(name, graphs.get(name)) for name in arms)])
+        rows.append([model, _what(section), clip, *(_time(name, section["arms"].get(name)) for name in arms)])
     return markdown(rows, left=3)
+
+
+def _what(section: dict) -> str:
+    what = SECTIONS[section["section"]]
+    if "steps" in section:
+        return f"{section['steps']}-step {what}, to the latents"
+    if section["passes"].keys() == {"cfg"} and section["passes"]["cfg"] > 1:
+        what += f", {section['passes']['cfg']} rows"
+    return what
+
+
+def where_stock_spends(found: dict[str, dict]) -> str:
+    """Kernel times of stock forwards, as Markdown."""
+    rows = [["stock", "clip (tokens)", "the forward", "matrix products", "attention", "all the rest", "launches"]]
+    for section in (section for document in found.values() for section in document["sections"]):
+        stock = section["arms"]["eager"] if section["section"] == "forward" else {}
+        if "split_ms" in stock:
+            times = [stock["gpu_ms"], *stock["split_ms"].values()]
+            launches = f"{sum(stock['launches'].values()):,}"
+            rows.append([_what(section), _model_and_clip(section)[1], *(f"{ms:.0f}" for ms in times), launches])
+    return markdown(rows, left=2)
+
+
+def page(found: dict[str, dict]) -> str:
+    """The generated part of docs/results.md."""
+    return f"{summary(found)}\n\n{SPENT}\n\n{where_stock_spends(found)}"
+
+
+def picture(found: dict[str, dict]) -> str:
+    """Stock, compiled, ours and floor as an SVG: a forward and guided steps of one clip, the first with all of these arms."""
+    wanted = [
+        (machine, section)
+        for machine, sections in _by_machine(found).items()
+        for section in sections
+        if section["section"] in ("forward", "step") and section["equal"] and DRAWN.keys() <= section["arms"].keys()
+    ]
+    head = next(((machine, section["version"], section["clip"]) for machine, section in wanted), None)
+    groups = [section for machine, section in wanted if (machine, section["version"], section["clip"]) == head]
+    lines, y = [], 8
+    for section in groups:
+        given = ", latents given" if section.get("given_latents") else ""
+        y += 20
+        lines.append(f'<text class="title" x="8" y="{y}">{_what(section)}{given}</text>')
+        for name, label in DRAWN.items():
+            arm, y = section["arms"][name], y + 20
+            width = 340 / arm["speed_up"]
+            lines.append(f'<text x="112" y="{y}" text-anchor="end">{label}</text>')
+            lines.append(f'<rect class="{name.split()[0]}" x="120" y="{y - 12}" width="{width:.1f}" height="15" rx="2"/>')
+            lines.append(f'<text x="{126 + width:.1f}" y="{y}">{_time(name, arm)}</text>')
+        y += 10
+    if groups:
+        machine, first = head[0].split(",")[0].strip("*"), groups[0]
+        captions = [f"LTX-{first['version']}, {first['clip']} ({first['video_tokens']:,} video tokens), {machine}.", *CAPTIONS]
+    else:
+        captions = [NONE]
+    for caption in captions:
+        y += 17
+        lines.append(f'<text class="note" x="8" y="{y}">{caption}</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="600" height="{y + 10}" viewBox="0 0 600 {y + 10}" role="img">'
+    return "\n".join([head, f"<style>{STYLE}</style>", *lines, "</svg>\n"])
 
 
 def _time(name: str, arm: dict | None) -> str:
@@ -143,11 +221,9 @@ def markdown(rows: list[list[str]], left: int = 1) -> str:
 
 
 def _forwards(sections: list[dict]) -> str:
-    rows = [
-        ["LTX", "clip (tokens)", "rows", "arm", "bits", "GPU ms", "over stock", "of floor", "host ms", "kernels", "peak GiB"]
-    ]  # fmt: skip
+    names = "LTX, clip (tokens), rows, arm, bits, GPU ms, over stock, of floor, host ms, kernels, peak GiB, first s"
     high = any("high" in section["arms"] for section in sections)
-    rows[0] += ["over fast path"] * high
+    rows = [names.split(", ") + ["over fast path"] * high]
     for section in sections:
         passes = " + ".join(f"{count} {guidance}" for guidance, count in section["passes"].items())
         first = [*_model_and_clip(section), passes]
@@ -201,7 +277,7 @@ def _pipeline(arm: dict, steps: int) -> list[str]:
 
 def _forward(arm: dict) -> list[str]:
     if "gpu_ms" not in arm:
-        return ["not timed", *[""] * 5]
+        return ["not timed", *[""] * 6]
     return [
         f"{arm['gpu_ms']:.1f}",
         f"{arm['speed_up']:.2f}×",
@@ -209,6 +285,7 @@ def _forward(arm: dict) -> list[str]:
         f"{arm['host_ms']:.0f}",
         f"{arm['launches']['kernels']:,}",
         f"{arm['peak_bytes'] / 2**30:.1f}",
+        f"{arm['first_call_s']:.1f}",
     ]
 
 
@@ -220,7 +297,7 @@ def _rows_of(shape: str) -> int:
 
 def _kernels(section: dict) -> str:
     groups: dict[str, list[dict]] = {}
-    for row in section["rows"]:
+    for row in (row for row in section["rows"] if row["operation"] not in REMOVED):
         groups.setdefault(row["operation"], []).append(row)
     lines = [["operation", "bits", "shapes", "over its eager chain", "of copy bandwidth"]]
     for operation, rows in groups.items():
@@ -254,8 +331,8 @@ def insert(text: str, section: str) -> str:
     return pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text)
 
 
-# Which function writes the generated section of which file.
-WRITTEN = {EXAMPLES.parent / "README.md": summary, RESULTS / "README.md": tables}
+# Which function writes which file: an SVG whole, of the others the generated section.
+WRITTEN = {DOCS / "results.md": page, DOCS / "results.svg": picture, RESULTS / "README.md": tables}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -264,15 +341,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     found, stale = documents(), []
     for path, write in WRITTEN.items():
-        before = path.read_text()
-        after = insert(before, write(found))
+        before = path.read_text() if path.exists() else ""
+        after = write(found) if path.suffix == ".svg" else insert(before, write(found))
         if before != after:
             stale.append(path)
             if not options.check:
                 path.write_text(after)
     if not options.check:
         return 0
-    print("Not what the results say: " + ", ".join(map(str, stale)) if stale else "The tables are what the results say.")
+    print("Not what the results say: " + ", ".join(map(str, stale)) if stale else "All is what the results say.")
     return int(bool(stale))
 
 
