@@ -14,6 +14,8 @@ import weakref
 # functions, and nothing here knows it.
 _replacements: weakref.WeakSet = weakref.WeakSet()
 _owners: weakref.WeakSet = weakref.WeakSet()
+#: Where the functions come from that hooks put in a forward's place.
+_WRAPPERS = ("accelerate.hooks", "diffusers.hooks.hooks", "diffusers.hooks.layerwise_casting")
 
 
 def _slots(module):
@@ -39,9 +41,12 @@ def _is_bound(value, function, module) -> bool:
 
 
 def is_foreign(module) -> bool:
-    """Whether the forward that `module` keeps, if any, is neither its class's nor a replacement. A hook's wrapper is foreign."""
-    forward = vars(module).get("forward")
-    if forward is None:
+    """Whether a forward that `module` keeps is none of these: its class's, a replacement, a wrapper of the hooks."""
+    return any(_is_foreign(namespace[key], module) for namespace, key in _slots(module) if namespace[key] is not None)
+
+
+def _is_foreign(forward, module) -> bool:
+    if isinstance(forward, functools.partial) and getattr(forward.func, "__module__", None) in _WRAPPERS:
         return False
     function = getattr(forward, "__func__", None)
     known = function is type(module).forward or function in _replacements
@@ -96,6 +101,11 @@ class Patch:
     def is_called(self, module) -> bool:
         """Whether a call of `module` is a call of the replacement, with nothing around it or in its place."""
         return _is_bound(vars(module).get("forward"), self.replacement, module)
+
+    def is_in_place(self) -> bool:
+        """Whether a call of the owner reaches the replacement, be it through the wrappers of hooks."""
+        owner = self._owner()
+        return owner is not None and any(_is_bound(namespace[key], self.replacement, owner) for namespace, key in _slots(owner))
 
     def undo(self) -> None:
         """Put back what was there; a no-op where the replacement, or its owner, is no longer in place."""

@@ -9,6 +9,7 @@ import functools
 
 from ltx2_fastpath.ops.support import IndexedRows, full
 
+from . import hooks
 from .host import transformer_ltx2
 from .streams import AudioStreams, Together
 
@@ -52,6 +53,7 @@ def make_forward(parts):
         if (current := guidance.current()) is not None:
             skipped, hidden_states, audio_hidden_states = current.at_block(hidden_states, audio_hidden_states)
             if skipped:
+                hooks.give_back(self)
                 return hidden_states, audio_hidden_states
         reason = handle.why_not(hidden_states) or handle.why_not(audio_hidden_states)
         if reason is None and len(temb.index if isinstance(temb, IndexedRows) else temb) != len(hidden_states):

@@ -34,6 +34,8 @@ def make_forward(parts):
             if handle.cuda_graphs and handle.why_not(arguments["hidden_states"]) is None:
                 survey = parts.stack.survey(self)
                 reason = parts.stack.why_watched(self, survey)
+                if reason is None and survey.moves():
+                    reason = "hooks put the weights elsewhere in memory in each forward"
                 if reason is None:
                     return graphs.forward(parts, self, survey, arguments, functools.partial(stock, self))
                 graphs.refuse(reason)

@@ -30,11 +30,14 @@ class Stack:
         """Whether the blocks were compiled one by one (`compile_repeated_blocks`)."""
         return any(block._compiled_call_impl is not None for block in self._blocks())
 
+    def _patches(self) -> list:
+        """The patch of each block, or None where it has none."""
+        return [self._handle.patches.get(f"{host.BLOCKS}.{i}") for i in range(len(self._blocks()))]
+
     def covers_all_blocks(self) -> bool:
         """Whether every block calls our forward and nothing else, so that a block can be handed what only ours understands."""
-        blocks = self._blocks()
-        patches = [self._handle.patches.get(f"{host.BLOCKS}.{i}") for i in range(len(blocks))]
-        return bool(patches) and all(patch and patch.is_called(block) for patch, block in zip(patches, blocks))
+        patches = self._patches()
+        return bool(patches) and all(patch and patch.is_called(block) for patch, block in zip(patches, self._blocks()))
 
     def takes_rows(self) -> bool:
         """Whether every block understands `IndexedRows`, and no hook reads what the blocks are given."""
@@ -56,7 +59,7 @@ class Stack:
             return "global module hooks are set"
         if reason := survey.why_watched():
             return reason
-        if not self.covers_all_blocks():
+        if not all(patch and patch.is_in_place() for patch in self._patches()):
             return "not all blocks are patched"
         if transformer.training:
             return "the transformer is in training mode"

@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-_HOOKS = ("_hf_hook", "_diffusers_hook")
+from . import hooks
 
 
 class Together:
@@ -65,8 +65,9 @@ class AudioStreams(threading.local):
     @staticmethod
     def why_not(block) -> str | None:
         """Why the audio of `block` runs in one stream with the video: something may manage its weights' memory by stream."""
-        if any(name in vars(module) for module in _managed(block) for name in _HOOKS):
-            return "hooks manage the block's weights"
+        for module in _managed(block):
+            if (hook := hooks.managing(module)) is not None:
+                return f"a {hook} manages the block's weights"
         return None
 
     def beside(self, device: torch.device) -> "Beside | Together":

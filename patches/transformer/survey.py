@@ -7,6 +7,7 @@ import torch
 from diffusers.models import attention_dispatch
 
 from ..patch import is_foreign
+from . import hooks
 from .host import transformer_ltx2
 
 
@@ -58,9 +59,15 @@ class Survey:
             return "the attention's processors are not diffusers' own, and may have a state"
         return None
 
+    def moves(self) -> bool:
+        """Whether hooks put the weights elsewhere in memory in each forward: their versions are all that can be compared."""
+        return any("_diffusers_hook" in vars(module) for module in (self._of(), *self._modules))
+
     def state(self) -> State:
         """Equal for two forwards only if both compute with the same weights, adapters, processors and backends."""
         settings = [switches(), *(read(module) for module, read in self._stateful)]
+        if self.moves():
+            return State(settings, [tensor._version for _, _, tensor in self._tensors])
         weights = [_place(tensor) for _, _, tensor in self._tensors]
         weights += [_place(tensor) for wrapper in self._wrapped for tensor in _inner(wrapper)]
         return State(settings, weights)
@@ -80,8 +87,9 @@ def why_watched(modules) -> str | None:
     """What in `modules` may see every call, or make each another; None if nothing does."""
     for module in modules:
         at = vars(module)
-        if module._forward_hooks or module._forward_pre_hooks or "_diffusers_hook" in at or "_hf_hook" in at:
-            return "hooks watch the modules"
+        hooked = module._forward_hooks or module._forward_pre_hooks or "_diffusers_hook" in at or "_hf_hook" in at
+        if hooked and (reason := hooks.why_watching(module)):
+            return reason
         if "forward" in at and is_foreign(module):
             return "a module's forward was replaced by something else"
         if module.training and at.get("p") and isinstance(module, torch.nn.modules.dropout._DropoutNd):
