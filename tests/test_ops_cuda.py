@@ -59,3 +59,42 @@ def test_an_error_in_a_kernel_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda, "_FOLDER", tmp_path)
     with pytest.raises(Exception, match="undeclared"):
         cuda.compiled("sm_90", "wrong", (2048,))
+
+
+@pytest.fixture
+def on_disk(tmp_path, monkeypatch):
+    """The folder in which compiled kernels are kept."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return tmp_path / "ltx2_fastpath"
+
+
+HEAD_GATE = "sm_90", "head_gate", (torch.bfloat16, 32, 128)
+
+
+def test_the_next_process_finds_a_kernel_on_disk(on_disk, monkeypatch):
+    pytest.importorskip("cuda.core.utils", reason="this cuda.core keeps nothing on disk")
+    compiled, name = cuda.compiled(*HEAD_GATE)
+    with monkeypatch.context() as patch:
+        patch.setattr("cuda.core.Program", lambda *args, **options: pytest.fail("compiled again"))
+        found, _ = cuda.compiled(*HEAD_GATE)
+    assert bytes(found.code) == bytes(compiled.code) and found.symbol_mapping == {name: compiled.symbol_mapping[name]}
+    for other in (("sm_80", *HEAD_GATE[1:]), (*HEAD_GATE[:2], (torch.float16, 32, 128))):  # are no such kernel
+        assert bytes(cuda.compiled(*other)[0].code) != bytes(compiled.code)
+
+
+@pytest.mark.parametrize("where", ["a file", "no folder can be made"])
+def test_kernels_are_compiled_where_none_can_be_kept(tmp_path, monkeypatch, where):
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(taken if where == "a file" else taken / "below"))
+    code, name = cuda.compiled(*HEAD_GATE)
+    assert len(code.code) > 1000 and code.symbol_mapping[name]
+
+
+def test_a_kernel_whose_file_is_half_there_is_compiled(on_disk, monkeypatch):
+    compiled, name = cuda.compiled(*HEAD_GATE)
+    for file in on_disk.rglob("*"):
+        if file.is_file() and file.stat().st_size < 1000:
+            file.unlink()  # the symbol's
+    found, _ = cuda.compiled(*HEAD_GATE)
+    assert bytes(found.code) == bytes(compiled.code) and found.symbol_mapping[name] == compiled.symbol_mapping[name]

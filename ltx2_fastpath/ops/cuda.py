@@ -12,6 +12,7 @@ import struct
 import threading
 
 import torch
+import triton
 
 from .support import DTYPES, INTERPRETED
 
@@ -20,6 +21,8 @@ INSTALLED = importlib.util.find_spec("cuda") is not None and importlib.util.find
 #: The implementations that an op with both forms tries, in order.
 IMPLEMENTATIONS = ("cuda", "triton") if INSTALLED and not INTERPRETED else ("triton",)
 _MOST_ARGUMENTS = 64
+_MOST_ON_DISK = 256 * 2**20  # bytes; a kernel has about 20 kB
+_SYMBOL = b" symbol"
 _MOST_BATCH_ROWS = 65_535
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has not used the device yet
 
@@ -82,7 +85,40 @@ def compiled(architecture: str, kernel: str, parameters: tuple):
     name = f"{kernel}<{', '.join(map(_parameter, parameters))}>"
     # fma=False: no product and sum become one rounding unless the source says so.
     options = ProgramOptions(std="c++17", arch=architecture, fma=False)
-    return Program(source, code_type="c++", options=options).compile("cubin", name_expressions=(name,)), name
+    kept, key = _on_disk(source, options, name)
+    if (code := _found(kept, key, name)) is None:
+        code = Program(source, code_type="c++", options=options).compile("cubin", name_expressions=(name,))
+        _keep(kept, key, code, name)
+    return code, name
+
+
+def _on_disk(source: str, options, name: str) -> tuple:
+    """(what keeps compiled kernels beside Triton's, so that the next process need not compile them; the key of this one)
+
+    (None, b"") where there is none: older releases of cuda.core have no such thing, and folders may be read-only.
+    """
+    try:
+        from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
+
+        key = make_program_cache_key(code=source, code_type="c++", options=options, target_type="cubin", name_expressions=(name,))
+        return FileStreamProgramCache(pathlib.Path(triton.knobs.cache.dir) / "ltx2_fastpath", max_size_bytes=_MOST_ON_DISK), key
+    except (ImportError, OSError):
+        return None, b""
+
+
+def _found(kept, key: bytes, name: str):
+    from cuda.core import ObjectCode
+
+    code, symbol = (None, None) if kept is None else (kept.get(key), kept.get(key + _SYMBOL))
+    return ObjectCode.from_cubin(code, symbol_mapping={name: symbol}) if code and symbol else None
+
+
+def _keep(kept, key: bytes, code, name: str) -> None:
+    if kept is not None:
+        try:
+            kept[key], kept[key + _SYMBOL] = code, code.symbol_mapping[name]
+        except OSError:
+            return  # no room; what was compiled serves this process
 
 
 @functools.lru_cache(maxsize=512)
