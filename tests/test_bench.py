@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltx2_fastpath
 from ltx2_fastpath.bench import __main__ as cli
-from ltx2_fastpath.bench import document, floor, forward, kernels, launches, pipeline, plot, table, timing
+from ltx2_fastpath.bench import document, floor, forward, kernels, launches, pipeline, plot, setups, table, timing
 from ltx2_fastpath.bench.timing import Sample
 from ltx2_fastpath.console import Progress
 from ltx2_fastpath.ops import ada_values
@@ -987,3 +987,43 @@ def test_pipeline_from_the_command_line(stand_ins, any_width, high, monkeypatch,
     assert all(list(section["arms"]) == ["eager", "fast", "high"] for section in saved["sections"])
     output = capsys.readouterr().out
     assert all(table.section_text(section) in output for section in saved["sections"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fp8 casting", "group offload, leaves", "two LoRAs, rank 32", "torchao int8 weights", "bitsandbytes nf4", "GGUF Q8_0"],
+)
+def test_setups(stand_ins, any_width, monkeypatch, name):
+    """Real hooks, adapters and quantisers, on a tiny model whose widths can be divided into blocks of codes."""
+    wide = dict(
+        num_attention_heads=2, attention_head_dim=32, audio_num_attention_heads=2, audio_attention_head_dim=32,
+        cross_attention_dim=64, audio_cross_attention_dim=64,
+    )  # fmt: skip
+    tiny = models.tiny_transformer("2.3", dtype=torch.bfloat16, **wide)
+    monkeypatch.setattr(models, "build_transformer", lambda version, **options: tiny)
+    monkeypatch.setattr(setups, "_device", lambda: torch.device("cpu"))
+    section = {"section": "setups", "version": "2.3", "notes": []}
+    found = list(setups.run(section, name, TINY_CLIP, 2, FakeMeter(), repeats=1, progress=lambda text: None))
+    if not found[0]["arms"]:
+        pytest.skip(found[0]["notes"][0])
+    assert [list(each["passes"]) for each in found] == [["cfg", "stg", "isolated"], ["cfg"]]
+    for each in found:
+        assert each["equal"] and list(each["arms"]) == ["eager", "fast"]
+        sites = {site["site"]: site for site in each["fast_path"]["sites"]}
+        assert sites["norm1"]["fast"] > 0 and sites["attn1.head_gate"]["fast"] > 0
+        text = table.section_text(json.loads(json.dumps(each)))
+        assert f"({name})" in text and "bit-equal" in text
+    assert "not enabled" in str(ltx2_fastpath.report(tiny))
+
+
+def test_a_setup_whose_package_is_missing_is_left_out_and_says_so(monkeypatch):
+    monkeypatch.setitem(setups.SETUPS, "bitsandbytes nf4", setups.Setup(pytest.fail, "no_such_package"))
+    section = {"section": "setups", "version": "2.3", "notes": []}
+    (found,) = setups.run(section, "bitsandbytes nf4", TINY_CLIP, 2, FakeMeter(), repeats=1, progress=lambda text: None)
+    assert table.section_text(found) == "setups (bitsandbytes nf4): left out: no_such_package is not installed"
+
+
+def test_an_unknown_setup_is_named_with_the_known_ones():
+    options = cli.parser().parse_args(["setups", "--setup", "fp8"])
+    with pytest.raises(forward.Unusable, match="unknown setup 'fp8'; choose from 'bf16', 'fp8 casting'"):
+        list(cli._sections(options, [TINY_CLIP], {"sections": []}, FakeMeter(), lambda text: None, lambda: None))

@@ -14,7 +14,7 @@ SHAPE = "512x768x121"
 # Arms of `forward`; the first two always run.
 ARMS = ("eager", "fast", "compiled", "fast + compile", "floor")
 # Repeats of each section, without and with --quick; and steps of a pipeline call.
-REPEATS = {"kernels": (30, 5), "forward": (10, 3), "step": (5, 2), "small": (20, 5)}
+REPEATS = {"kernels": (30, 5), "forward": (10, 3), "step": (5, 2), "small": (20, 5), "setups": (3, 2)}
 STEPS = (30, 4)
 EQUAL, DIFFERENT, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 EPILOG = """\
@@ -101,6 +101,17 @@ def parser() -> argparse.ArgumentParser:
         repeated,
     )
     section("small", "a forward so short that the host is the limit: eager, fast, and both as CUDA graphs", model, repeated)
+    setups = section(
+        "setups",
+        "a guided step and a single row as smaller cards are set up (casting, offloading, quantised weights, LoRAs): eager, fast",
+        model,
+        clips,
+        repeated,
+    )
+    setups.add_argument(
+        "--setup", action="append", metavar="NAME", help="only this one; can be given more than once (default: all of them)"
+    )
+    setups.add_argument("--memory", type=_at_least(1), metavar="GiB", help="allocate no more than this on the GPU")
     pipeline = section(
         "pipeline", "one whole pipeline call, to the latents, with its guidance: eager, fast", model, clips, latents, tiers
     )
@@ -180,6 +191,9 @@ def _sections(options, clips, results: dict, meter, progress, save: Callable[[],
         yield section
         return
 
+    if options.section == "setups":
+        yield from _setups(options, clips, results, meter, repeats, progress)
+        return
     arms: tuple[str, ...]
     high = getattr(options, "high", False)
     if options.section == "forward":
@@ -219,6 +233,23 @@ def _pipelines(options, clips, results: dict, meter, progress) -> Iterator[dict]
             pipeline.measure(section, arms, clip, options.given_latents, steps, meter, progress)
             results["sections"].append(section)
             yield section
+
+
+def _setups(options, clips, results: dict, meter, repeats: int, progress) -> Iterator[dict]:
+    """Two sections, of a guided step and of a single row, for each setup and size."""
+    from . import forward, setups
+
+    if unknown := [name for name in options.setup or () if name not in setups.SETUPS]:
+        raise forward.Unusable(
+            f"unknown setup {', '.join(map(repr, unknown))}; choose from {', '.join(map(repr, setups.SETUPS))}"
+        )
+    for clip in clips:
+        for name in options.setup or setups.SETUPS:
+            section = {"section": "setups", "version": options.version, "notes": []}
+            with setups.limited(options.memory):
+                for measured in setups.run(section, name, clip, options.layers, meter, repeats=repeats, progress=progress):
+                    results["sections"].append(measured)
+                    yield measured
 
 
 def _build(options, clips, rows: int, progress):

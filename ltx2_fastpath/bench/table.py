@@ -41,7 +41,8 @@ def _head(section: dict, *more: str) -> list[str]:
     kind += ", latents given" if section.get("given_latents") else ""
     model = f"LTX-{section['version']}, {section['layers']} layers, {section['dtype']}, {kind}"
     tokens = f"{section['video_tokens']} video and {section['audio_tokens']} audio tokens, rows: {passes}"
-    lines = [", ".join([f"{section['section']} {section['clip']}: {model}", tokens, *more]), *section["notes"]]
+    title = f"{section['section']} {section['clip']}" + (f" ({section['setup']})" if "setup" in section else "")
+    lines = [", ".join([f"{title}: {model}", tokens, *more]), *section["notes"]]
     if not section["equal"]:
         unequal = [name for name, same in section["arms"]["fast"]["equal"].items() if not same]
         lines.append(f"NOT EQUAL, so not timed: fast differs from eager in {', '.join(unequal)}")
@@ -49,6 +50,8 @@ def _head(section: dict, *more: str) -> list[str]:
 
 
 def _forwards(section: dict) -> str:
+    if not section["arms"]:
+        return f"{section['section']} ({section['setup']}): {', '.join(section['notes'])}"
     lines = _head(section)
     if not section["equal"]:
         return "\n".join(lines)
@@ -78,7 +81,8 @@ def _forwards(section: dict) -> str:
                 *[f"{arm['over_fast']:.2f}x" if "over_fast" in arm else "-"] * high,
             ]
         )
-    return "\n".join([*lines, align(rows)])
+    missed = {**section.get("stock_calls", {}), **section.get("partly", {})}
+    return "\n".join([*lines, align(rows), *(f"not fast: {text} ({calls} calls)" for text, calls in missed.items())])
 
 
 def _pipeline(section: dict) -> str:
