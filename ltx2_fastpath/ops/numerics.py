@@ -33,3 +33,23 @@ def quads(values, ROWS: tl.constexpr, LANES: tl.constexpr):
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
+
+
+@triton.jit
+def _plus(a, b):
+    return a + b
+
+
+@triton.jit
+def warp_sum(lanes, ROWS: tl.constexpr, LANES: tl.constexpr, LEVELS: tl.constexpr, SHUFFLE: tl.constexpr):
+    """Sum [ROWS, LANES = 2^LEVELS] over its lanes by halves, as a warp does. -> [ROWS]
+
+    With SHUFFLE, for threads that hold two neighbouring lanes: those of each kind are added by Triton's own reduction, which
+    shuffles by halves too (in the releases known; the interpreter's does not), and the two kinds at last.
+    """
+    if SHUFFLE:
+        even, odd = tl.split(tl.reshape(lanes, (ROWS, LANES // 2, 2)))
+        total = tl.reduce(even, 1, _plus) + tl.reduce(odd, 1, _plus)
+    else:
+        total = lane_sum(lanes, ROWS, LEVELS, 0)
+    return total

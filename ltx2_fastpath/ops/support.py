@@ -1,6 +1,7 @@
 """What the ops share that is no arithmetic: dtypes and devices, modules that may be read, layouts, rows with an index."""
 
 import contextlib
+import itertools
 import types
 from typing import NamedTuple
 
@@ -56,6 +57,15 @@ def layout(x: torch.Tensor | IndexedRows | None):
     if isinstance(x, IndexedRows):
         return layout(x.values), layout(x.index)
     return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16
+
+
+def token_stride(x: torch.Tensor, inner: int) -> int | None:
+    """The step from token to token of x [B, token dimensions..., `inner` dimensions]; None where they are not evenly spaced."""
+    dimensions = [(size, step) for size, step in zip(x.shape[1:-inner], x.stride()[1:-inner]) if size > 1]
+    if not dimensions:
+        return 0
+    evenly = all(outer == size * step for (_, outer), (size, step) in itertools.pairwise(dimensions))
+    return dimensions[-1][1] if evenly else None
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
