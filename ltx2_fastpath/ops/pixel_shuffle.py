@@ -38,14 +38,16 @@ def _pixel_shuffle_kernel(
     h = line % height
     t = line // height % frames
     b = (line // (height * frames)).to(tl.int64)
-    w = (tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS))[:, None, None]
+    w = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
+    token = ((t * height + h) * width + w).to(tl.int64)
+    o_x = (b * x_batch + token * x_token)[:, None] + tl.program_id(1) * BLOCK_C * S + tl.arange(0, BLOCK_C * S)[None, :]
+    b_x = tl.load(p_x + o_x, mask=(w < width)[:, None])
+    w = w[:, None, None]
     c = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :, None]
     s = tl.arange(0, S)[None, None, :]
-    token = ((t * height + h) * width + w).to(tl.int64)
-    b_x = tl.load(p_x + b * x_batch + token * x_token + c * S + s, mask=w < width)
     frame = t * S_T + s // (S_H * S_W)
     o_out = ((b * frames * S_T + frame) * (height * S_H) + h * S_H + s // S_W % S_H) * (width * S_W) + w * S_W + s % S_W
-    tl.store(p_out + o_out * C + c, b_x, mask=(w < width) & (frame >= drop))
+    tl.store(p_out + o_out * C + c, tl.reshape(b_x, (TOKENS, BLOCK_C, S)), mask=(w < width) & (frame >= drop))
 
 
 def signature(x, stride, drop):

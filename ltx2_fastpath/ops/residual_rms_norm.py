@@ -202,7 +202,7 @@ def residual_rms_norm(norm, x, updates, modulation=None, keep=True, *, candidate
         candidate: one of ``CANDIDATES``.
 
     Returns:
-        h alone where norm is None; (h, normed) where there are updates and `keep`; else the normed tensor. All new and contiguous.
+        h alone where norm is None; (h, normed) where there are updates and `keep`; else the normed tensor. All are new.
 
     Raises:
         ValueError: an argument has the wrong rank, dtype, device, shape or layout; the message names it.

@@ -24,7 +24,7 @@ def eager(gate, up, out=None):
     return torch.nn.functional.silu(gate) * up
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _swiglu_kernel(p_gate, p_up, p_out, count, LIBDEVICE: tl.constexpr, BLOCK: tl.constexpr):
     DTYPE: tl.constexpr = p_out.dtype.element_ty
     o_x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
