@@ -49,7 +49,8 @@ class Tables(NamedTuple):
 
 def tables(rope, grid: tuple[int, int, int], device: torch.device) -> Tables:
     """The tables of a grid (T, H, W), by the arithmetic of `rope`, the host's module: what it makes of the pair (1, 0)."""
-    pairs = tuple(dim // 2 for dim in rope.rope_dim_split)
+    dim_t, dim_h, dim_w = rope.rope_dim_split
+    pairs = dim_t // 2, dim_h // 2, dim_w // 2
     ends = [0, pairs[0], pairs[0] + pairs[1], sum(pairs)]
     found = []
     for axis, size in enumerate(grid):
@@ -58,7 +59,7 @@ def tables(rope, grid: tuple[int, int, int], device: torch.device) -> Tables:
         units = torch.tensor([1.0, 0.0], device=device).repeat(sum(pairs)).expand(shape)
         found.append(rope(units).view(size, -1, 2)[:, ends[axis] : ends[axis + 1]].reshape(-1, 2))
     cos, sin = torch.cat(found).unbind(1)
-    return Tables(cos.contiguous(), sin.contiguous(), tuple(grid), pairs)
+    return Tables(cos.contiguous(), sin.contiguous(), grid, pairs)
 
 
 def eager(norm_q, norm_k, scale, q, k, rope):

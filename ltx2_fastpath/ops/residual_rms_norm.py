@@ -172,7 +172,7 @@ def launch(candidate, norm, x, updates, modulation=None, keep=True):
     out = None if norm is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = (*updates, None, None)[:2]
     scale, shift = modulation or (None, None)
-    strides = []
+    strides: list[int | None] = []
     for tensor in (x, first, second):
         strides += (0, 0) if tensor is None else (tensor.stride(0), token_stride(tensor, 1))
     strides += [0 if row is None else row.stride(0) for row in (scale, shift)]
