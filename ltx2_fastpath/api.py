@@ -37,10 +37,10 @@ def _models_of(pipe) -> list[tuple[Room, torch.nn.Module]]:
             model = model._orig_mod
         if isinstance(model, getattr(diffusers, room.model, ())):
             found.append((room, model))
-        elif model is not None and model is not pipe:
+        elif model is not None and model is not pipe and not room.beside:
             others.append(f" with {room.component} {type(model).__name__}")
-    if not found:
-        known = " or ".join(f"an {room.model}" for room in ROOMS)
+    if all(room.beside for room, _ in found):
+        known = " or ".join(f"an {room.model}" for room in ROOMS if not room.beside)
         raise TypeError(f"expected a pipeline with {known}, or that model, but found {type(pipe).__name__}{' and'.join(others)}")
     return found
 
@@ -98,6 +98,8 @@ def enable(
     handles, fresh = [], []
     with _switching:
         for room, model in _models_of(pipe):
+            if room.beside and not any(handle.active for _, handle in handles):
+                continue
             handle = _handles.get(model) or FastPath(room, model, _choices.setdefault(model, Choices()))
             if not handle.active:
                 handle.apply()

@@ -13,11 +13,12 @@ from .handle import Parts
 
 
 class Room(NamedTuple):
-    """One model of diffusers: the class's name, the pipelines' component that holds it, and its package here."""
+    """One model of diffusers, or what works beside it: the class's name, the pipelines' component that holds it, and its package here."""
 
     model: str
     component: str
     package: str
+    beside: bool = False  # whether it is made fast only in a pipeline beside a model that can be
 
     def host(self):
         """What the room knows of the model's sources: a module with `MODULES`, `KNOWN` and `methods()`."""
@@ -28,4 +29,7 @@ class Room(NamedTuple):
         return importlib.import_module(f"{__name__}.{self.package}.parts").Parts(handle, model)
 
 
-ROOMS = (Room("LTX2VideoTransformer3DModel", "transformer", "transformer"),)
+ROOMS = (
+    Room("LTX2VideoTransformer3DModel", "transformer", "transformer"),
+    Room("VideoProcessor", "video_processor", "frames", beside=True),
+)

@@ -160,7 +160,7 @@ class FastPath:
         self._layers.update({patch.owner: int(number[1]) for name, patch in applied.items() if (number := _LAYER.search(name))})
         self.active = bool(applied)
         if not applied:
-            self.reason = "no block could be patched"
+            self.reason = "nothing could be patched"
         if self.skipped:
             logger.warning(
                 "The fast path leaves %d modules alone: %s. They compute as before; results are not affected."
@@ -188,7 +188,7 @@ class FastPath:
         outer = mine["began"]
         with self._switching:
             self._running += 1
-        mine["began"] = outer or (self._why_off(),)
+        mine["began"] = outer or (self.why_off(),)
         try:
             yield
         finally:
@@ -208,7 +208,8 @@ class FastPath:
         chosen = self._choices.qualities
         return chosen[-1] if chosen else self.quality
 
-    def _why_off(self) -> str | None:
+    def why_off(self) -> str | None:
+        """Why a call takes the stock path whatever it is about; None if it does not."""
         if not self.active:
             return "switched off by disable()"
         return "switched off by disabled()" if self._choices.disabled else None
@@ -226,7 +227,7 @@ class FastPath:
     def why_not_traced(self, x: torch.Tensor) -> str | None:
         """`why_not` for code that Dynamo follows into a compiled graph; device and dtype are for the caller to look at."""
         began = self._choices.began
-        off = self._why_off() if began is None else began[0]
+        off = self.why_off() if began is None else began[0]
         if off is not None:
             return off
         if torch.is_grad_enabled():
@@ -260,7 +261,7 @@ class FastPath:
 
 def forget_copies(model: torch.nn.Module) -> None:
     """Make `model` stock where a deep copy made it run the replacements of another; a no-op for its own."""
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, torch.nn.Module) else (model,):
         strip(module)
 
 

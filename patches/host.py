@@ -53,8 +53,8 @@ def _is_hosts_own(function: types.FunctionType) -> bool:
 
 def unknown_sources(room) -> list[str]:
     """The methods of a room's model whose source is not one that we know; empty if the host is supported."""
-    host = room.host()
     try:
+        host = room.host()
         methods: dict[str, Callable] = host.methods()
     except (AttributeError, ImportError) as error:
         return [str(error)]

@@ -19,8 +19,8 @@ _WRAPPERS = ("accelerate.hooks", "diffusers.hooks.hooks", "diffusers.hooks.layer
 
 
 def _slots(module):
-    """Every (namespace, key) in which a forward of `module` is kept now."""
-    namespaces = [(vars(module), "forward"), (vars(module), "_old_forward")]
+    """Every (namespace, key) in which a forward of `module`, or another method that we replace, is kept now."""
+    namespaces = [(vars(module), "forward"), (vars(module), "_old_forward"), (vars(module), "postprocess_video")]
     registry = vars(module).get("_diffusers_hook")
     for reference in getattr(registry, "_fn_refs", ()):
         namespaces += [(vars(reference), "forward"), (vars(reference), "original_forward")]
@@ -60,14 +60,14 @@ def strip(module) -> None:
     for namespace, key in (*_slots(module), *_memories(module)):
         if not isinstance(namespace[key], types.MethodType) or namespace[key].__func__ not in _replacements:
             continue
-        if namespace is vars(module) and key == "forward":
+        if namespace is vars(module) and key != "_old_forward":
             del namespace[key]
         else:
             namespace[key] = types.MethodType(type(module).forward, module)
 
 
 class Patch:
-    """Replace `stock`, the forward of `owner`'s class, by the function `replacement` for this one instance.
+    """Replace `stock`, the forward (or another method, see `_slots`) of `owner`'s class, by the function `replacement` for this one instance.
 
     A patch does not keep `owner`, nor a method bound to it: whoever holds the patches must not hold the model with them.
     """
@@ -91,9 +91,9 @@ class Patch:
             namespace, key = held[-1]
             self._was_held = True
         elif not _slots(owner):
-            namespace, key = vars(owner), "forward"
+            namespace, key = vars(owner), self.stock.__name__
         else:
-            raise LookupError("its forward was replaced by something else")
+            raise LookupError(f"its {self.stock.__name__} was replaced by something else")
         namespace[key] = types.MethodType(self.replacement, owner)
         _replacements.add(self.replacement)
         _owners.add(owner)
@@ -116,7 +116,7 @@ class Patch:
         for namespace, key in (*_slots(owner), *_memories(owner)):
             if not _is_bound(namespace[key], self.replacement, owner):
                 continue
-            if namespace is vars(owner) and key == "forward" and not self._was_held:
+            if namespace is vars(owner) and key != "_old_forward" and not self._was_held:
                 del namespace[key]
             else:
                 namespace[key] = types.MethodType(self.stock, owner)

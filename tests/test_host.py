@@ -17,7 +17,7 @@ from ltx2_fastpath.testing import models
 
 MODULES = (transformer_ltx2, normalization)
 KNOWN = transformer_host.KNOWN
-(ROOM,) = ROOMS
+ROOM = ROOMS[0]
 
 
 def place(name):

@@ -34,7 +34,7 @@ def release_of(folder: Path, changes: dict[str, tuple[str, str]] | None = None) 
 
 
 def test_installed_release_is_known_and_takes_the_fast_path(stand_ins, any_width, version):
-    assert [unknown_sources(room) for room in ROOMS] == [[]]
+    assert [unknown_sources(room) for room in ROOMS] == [[]] * len(ROOMS)
     both = Together(stand_ins, lambda: setups.pipeline_of(setups.tiny(version)))
     assert enable(both.ours).active
     both.check()

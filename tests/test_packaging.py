@@ -108,7 +108,7 @@ import importlib.util, pathlib, ltx2_fastpath
 from ltx2_fastpath.testing import models
 from ltx2_fastpath.ops import cuda
 from ltx2_fastpath.patches import ROOMS, host
-assert [host.unknown_sources(room) for room in ROOMS] == [[]]
+assert [host.unknown_sources(room) for room in ROOMS] == [[]] * len(ROOMS)
 assert importlib.util.find_spec("ltx2_fastpath.ltx2_fastpath") is None
 transformer = models.tiny_transformer("2.3")
 print(ltx2_fastpath.enable(transformer))
