@@ -95,7 +95,8 @@ def enable(
     _require_known(quality)
     if isinstance(without, str):
         raise ValueError(f"without: expected a tuple of names of sites, got {without!r}")
-    handles, fresh = [], []
+    handles: list[tuple[torch.nn.Module, FastPath]] = []
+    fresh: list[FastPath] = []
     with _switching:
         for room, model in _models_of(pipe):
             if room.beside and not any(handle.active for _, handle in handles):

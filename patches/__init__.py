@@ -13,7 +13,7 @@ from .handle import Parts
 
 
 class Room(NamedTuple):
-    """One model of diffusers, or what works beside it: the class's name, the pipelines' component that holds it, and its package here."""
+    """One model of diffusers, or what works beside one: its class, the pipelines' component that holds it, and its package here."""
 
     model: str
     component: str

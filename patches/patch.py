@@ -67,9 +67,9 @@ def strip(module) -> None:
 
 
 class Patch:
-    """Replace `stock`, the forward (or another method, see `_slots`) of `owner`'s class, by the function `replacement` for this one instance.
+    """Replace `stock`, a method of `owner`'s class, by the function `replacement` for this one instance.
 
-    A patch does not keep `owner`, nor a method bound to it: whoever holds the patches must not hold the model with them.
+    The method is a module's forward, or one that `_slots` lists. A patch does not keep `owner`, nor a method bound to it: whoever holds the patches must not hold the model with them.
     """
 
     def __init__(self, owner: object, stock: types.FunctionType, replacement: types.FunctionType):
