@@ -22,6 +22,7 @@ from .first_sight import FirstSight, advice, same_bits
 SCHEMA = 1  # raised when the meaning of a key changes
 ROWS = 4096
 HEADS = 32
+DECODER_WIDTH = 256  # of the last stage of LTX-2.5's diffusion decoder, in heads of 64
 WIDTHS = {4096: "video", 2048: "audio"}
 CUDA, TRITON = "CUDA C++", "Triton"
 _DTYPE = torch.bfloat16
@@ -67,6 +68,7 @@ def host() -> dict:
     """error: why LTX-2 cannot be imported from diffusers, or None. unknown: the methods that we replace whose source we do not
     know, and private names that are not there; None where that cannot be found out because Triton is missing."""
     try:
+        import diffusers
         from diffusers import LTX2VideoTransformer3DModel  # noqa: F401
     except Exception as error:  # no diffusers, one without LTX-2, or one that cannot be imported here
         return {"error": f"{type(error).__name__}: {error}", "unknown": None}
@@ -75,7 +77,8 @@ def host() -> dict:
     from .patches import ROOMS
     from .patches.host import missing_names, unknown_sources
 
-    unknown = [name for room in ROOMS for name in unknown_sources(room)]
+    rooms = [room for room in ROOMS if hasattr(diffusers, room.model)]
+    unknown = [name for room in rooms for name in unknown_sources(room)]
     return {"error": None, "unknown": unknown + missing_names()}
 
 
@@ -91,7 +94,7 @@ def _quiet() -> Iterator[None]:
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """(name, width, op, arguments) of every operation at both widths, with bf16 values drawn at random."""
+    """(name, width, op, arguments) of every operation at both widths, and of the decoder's, with bf16 values drawn at random."""
     from diffusers.models.normalization import RMSNorm
 
     from .ops import ada_values, gated_residual, head_gate, qk_norm_split_rope, rms_norm_modulate
@@ -121,6 +124,33 @@ def cases(device: torch.device) -> Iterator[Case]:
             yield name, width, qk_norm_split_rope, (*qk_norms, rows[0], rows[1], rope, rope)
         yield "QK-norm", width, qk_norm_split_rope, (*qk_norms, rows[0], rows[1], None, None)
         yield "head gate", width, head_gate, (rows[0].unflatten(2, (HEADS, -1)), normal(1, ROWS, HEADS))
+    yield from _decoder_cases(device, normal)
+
+
+def _decoder_cases(device: torch.device, normal) -> Iterator[Case]:
+    from .ops import pixel_shuffle, qk_norm_rope_3d, residual_rms_norm, swiglu, swiglu_mlp
+
+    width, hidden, grid = DECODER_WIDTH, 4 * DECODER_WIDTH, (2, 2, ROWS // 4)
+
+    def norm(size):
+        made = torch.nn.RMSNorm(size, eps=1e-6, dtype=_DTYPE, device=device).requires_grad_(False)
+        made.weight.copy_(1 + 0.1 * normal(size))
+        return made
+
+    x, update, *_ = rows = normal(2, 1, *grid, width)
+    scale, shift = normal(2, 1, 1, 1, 1, width)
+    yield "decoder: residual + RMSNorm + modulate", width, residual_rms_norm, (norm(width), x, (update,), (scale, shift))
+    q, k = rows.unflatten(5, (-1, 64))
+    pairs = 8, 12, 12
+    angle = normal(sum(size * of_axis for size, of_axis in zip(grid, pairs)), dtype=torch.float32)
+    rope = qk_norm_rope_3d.Tables(angle.cos(), angle.sin(), grid, pairs)
+    yield "decoder: QK-norm + 3-D RoPE", width, qk_norm_rope_3d, (norm(64), norm(64), 0.125, q, k, rope)
+    linears = [
+        torch.nn.Linear(*sizes, bias=False, dtype=_DTYPE, device=device) for sizes in [(width, hidden)] * 2 + [(hidden, width)]
+    ]
+    yield "decoder: SwiGLU", width, swiglu, tuple(normal(2, ROWS, hidden))
+    yield "decoder: MLP", width, swiglu_mlp, (*linears, x, ROWS // 2)
+    yield "decoder: pixel shuffle", width, pixel_shuffle, (normal(1, *grid, 8 * width), (2, 2, 2), True)
 
 
 def _full_rope(normal, width: int):

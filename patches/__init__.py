@@ -13,7 +13,7 @@ from .handle import Parts
 
 
 class Room(NamedTuple):
-    """One model of diffusers, or what works beside one: its class, the pipelines' component that holds it, and its package here."""
+    """A model of diffusers, or what works beside one: its class, the pipelines' component that holds it, and its package here."""
 
     model: str
     component: str
@@ -31,5 +31,6 @@ class Room(NamedTuple):
 
 ROOMS = (
     Room("LTX2VideoTransformer3DModel", "transformer", "transformer"),
+    Room("LTX2VideoDiffusionDecoderModel", "diffusion_decoder", "decoder"),
     Room("VideoProcessor", "video_processor", "frames", beside=True),
 )

@@ -18,12 +18,14 @@ _owners: weakref.WeakSet = weakref.WeakSet()
 _WRAPPERS = ("accelerate.hooks", "diffusers.hooks.hooks", "diffusers.hooks.layerwise_casting")
 
 
-def _slots(module):
-    """Every (namespace, key) in which a forward of `module`, or another method that we replace, is kept now."""
-    namespaces = [(vars(module), "forward"), (vars(module), "_old_forward"), (vars(module), "postprocess_video")]
-    registry = vars(module).get("_diffusers_hook")
-    for reference in getattr(registry, "_fn_refs", ()):
-        namespaces += [(vars(reference), "forward"), (vars(reference), "original_forward")]
+def _slots(module, method="forward"):
+    """Every (namespace, key) in which a forward of `module`, or another method, which no hook wraps, is kept now."""
+    namespaces = [(vars(module), method)]
+    if method == "forward":
+        namespaces.append((vars(module), "_old_forward"))
+        registry = vars(module).get("_diffusers_hook")
+        for reference in getattr(registry, "_fn_refs", ()):
+            namespaces += [(vars(reference), "forward"), (vars(reference), "original_forward")]
     return [(namespace, key) for namespace, key in namespaces if key in namespace]
 
 
@@ -57,7 +59,9 @@ def strip(module) -> None:
     """Take out the replacements that a deep copy brought along from the module it was made of."""
     if module in _owners:
         return
-    for namespace, key in (*_slots(module), *_memories(module)):
+    others = {function.__name__ for function in _replacements} - {"forward"}
+    slots = [slot for method in ("forward", *others) for slot in _slots(module, method)]
+    for namespace, key in (*slots, *_memories(module)):
         if not isinstance(namespace[key], types.MethodType) or namespace[key].__func__ not in _replacements:
             continue
         if namespace is vars(module) and key != "_old_forward":
@@ -69,7 +73,7 @@ def strip(module) -> None:
 class Patch:
     """Replace `stock`, a method of `owner`'s class, by the function `replacement` for this one instance.
 
-    The method is a module's forward, or one that `_slots` lists. A patch does not keep `owner`, nor a method bound to it: whoever holds the patches must not hold the model with them.
+    A patch does not keep `owner`, nor a method bound to it: whoever holds the patches must not hold the model with them.
     """
 
     def __init__(self, owner: object, stock: types.FunctionType, replacement: types.FunctionType):
@@ -86,11 +90,12 @@ class Patch:
     def apply(self) -> None:
         """Raises LookupError if something that is neither stock nor a known hook has replaced the forward."""
         owner = self._owner()
-        held = [(namespace, key) for namespace, key in _slots(owner) if _is_bound(namespace[key], self.stock, owner)]
+        slots = _slots(owner, self.stock.__name__)
+        held = [(namespace, key) for namespace, key in slots if _is_bound(namespace[key], self.stock, owner)]
         if held:
             namespace, key = held[-1]
             self._was_held = True
-        elif not _slots(owner):
+        elif not slots:
             namespace, key = vars(owner), self.stock.__name__
         else:
             raise LookupError(f"its {self.stock.__name__} was replaced by something else")
@@ -113,7 +118,7 @@ class Patch:
         if owner is None:
             return
         _owners.discard(owner)
-        for namespace, key in (*_slots(owner), *_memories(owner)):
+        for namespace, key in (*_slots(owner, self.stock.__name__), *_memories(owner)):
             if not _is_bound(namespace[key], self.replacement, owner):
                 continue
             if namespace is vars(owner) and key != "_old_forward" and not self._was_held:

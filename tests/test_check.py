@@ -270,15 +270,17 @@ def test_all_operations_are_judged_and_verify(monkeypatch):
             names.append(name)
             ops.append(op)
             monkeypatch.setattr(op, "rehearsals", lambda *args: ())
-            assert width == 512
+            assert width == (check.DECODER_WIDTH if "decoder" in name else 512)
             (verdict,) = check.judge(op, args)
             assert verdict["implementation"] == check.TRITON
-            # The interpreter does not fuse the products and sums of a rotation, so there the bits may differ.
-            assert verdict["ok"] or ("RoPE" in name and "other bits" in verdict["note"]), (name, verdict["note"])
+            # The interpreter does not fuse the products and sums of a rotation, and its exponential is another, and so is the
+            # order in which this CPU sums what the decoder norms; there the bits may differ.
+            may_differ = any(word in name for word in ("RoPE", "SwiGLU", "MLP", "decoder: residual"))
+            assert verdict["ok"] or (may_differ and "other bits" in verdict["note"]), (name, verdict["note"])
     from conftest import ops as all_ops
 
     assert {id(op) for op in ops} == {id(op) for op in all_ops().values()}
-    assert len(set(names)) == len(names) == 8
+    assert len(set(names)) == len(names) == 13
 
 
 def test_production_widths_and_rows():

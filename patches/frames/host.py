@@ -2,7 +2,7 @@
 
 from diffusers import image_processor, video_processor
 
-# First 16 digits of sha256 over the source. diffusers 0.42.1.
+# First 16 digits of sha256 over the source. diffusers 0.38.0 to 0.42.1.
 KNOWN = {
     "VideoProcessor.postprocess_video": {"e6d363513e3ecce5"},
     "VaeImageProcessor.postprocess": {"2d2bc5d91fdc344f"},
