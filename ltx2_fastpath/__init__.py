@@ -44,7 +44,7 @@ What has no LTX-2 transformer is an error that says what was found:
 >>> ltx2_fastpath.enable("LTX-2")
 Traceback (most recent call last):
     ...
-TypeError: expected a pipeline with an LTX2VideoTransformer3DModel, or that model, but found str
+TypeError: expected an LTX2VideoTransformer3DModel or an LTX2VideoDiffusionDecoderModel, or a pipeline with one, but found str
 """
 
 import importlib.util as _util

@@ -41,7 +41,7 @@ def _models_of(pipe) -> list[tuple[Room, torch.nn.Module]]:
             others.append(f" with {room.component} {type(model).__name__}")
     if all(room.beside for room, _ in found):
         known = " or ".join(f"an {room.model}" for room in ROOMS if not room.beside)
-        raise TypeError(f"expected a pipeline with {known}, or that model, but found {type(pipe).__name__}{' and'.join(others)}")
+        raise TypeError(f"expected {known}, or a pipeline with one, but found {type(pipe).__name__}{' and'.join(others)}")
     return found
 
 
