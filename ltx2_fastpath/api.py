@@ -186,4 +186,6 @@ def report(pipe) -> Report:
         TypeError: `pipe` has no model that can be made fast.
     """
     with _switching:
-        return Report([_handle_of(model) for _, model in _models_of(pipe)])
+        handles = [(room, _handle_of(model)) for room, model in _models_of(pipe)]
+        enabled = any(handle is not None for room, handle in handles if not room.beside)
+        return Report([handle for room, handle in handles if enabled or not room.beside])
