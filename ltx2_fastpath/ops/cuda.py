@@ -41,12 +41,19 @@ _arguments = _Arguments()
 
 
 def launch(
-    device: torch.device, kernel: str, parameters: tuple, blocks: tuple[int, int], threads: int, ints: list, doubles: tuple = ()
+    device: torch.device,
+    kernel: str,
+    parameters: tuple,
+    blocks: tuple[int, int],
+    threads: int,
+    ints: list,
+    doubles: tuple = (),
+    shared: int = 0,
 ) -> None:
     """Launch the template `kernel` of the file of that name on the current stream of `device`, which must be current.
 
     `blocks` are the grid's, along x and y. `parameters` are the template's: a torch dtype, ints and bools. The kernel's arguments
-    are `ints` (addresses, or long long), then `doubles`.
+    are `ints` (addresses, or long long), then `doubles`. `shared`: bytes of dynamic shared memory.
 
     Raises:
         ValueError: more batch rows than a grid has room for along y.
@@ -54,14 +61,14 @@ def launch(
     """
     if blocks[1] > _MOST_BATCH_ROWS:
         raise ValueError(f"{kernel}: a batch of {blocks[1]} rows; a grid has room for {_MOST_BATCH_ROWS}")
-    run, function = _prepared(device, kernel, parameters)
+    run, function = _prepared(device, kernel, parameters, shared)
     arguments = _arguments
     struct.pack_into(f"{len(ints)}q{len(doubles)}d", arguments.values, 0, *ints, *doubles)
     stream = _stream(torch._C._cuda_getCurrentRawStream(device.index))
-    (status,) = run(function, *blocks, 1, threads, 1, 1, 0, stream, arguments.address, 0)
+    (status,) = run(function, *blocks, 1, threads, 1, 1, shared, stream, arguments.address, 0)
     if int(status) == _INVALID_CONTEXT:
         torch.cuda.synchronize(device)  # makes the device's context this thread's
-        (status,) = run(function, *blocks, 1, threads, 1, 1, 0, stream, arguments.address, 0)
+        (status,) = run(function, *blocks, 1, threads, 1, 1, shared, stream, arguments.address, 0)
     if int(status):
         raise RuntimeError(f"launching {kernel}{parameters}: {status.name}")
 
@@ -122,7 +129,7 @@ def _keep(kept, key: bytes, code, name: str) -> None:
 
 
 @functools.lru_cache(maxsize=512)
-def _prepared(device, kernel, parameters):
+def _prepared(device, kernel, parameters, shared):
     from cuda.bindings import driver
     from cuda.core import Device
 
@@ -131,6 +138,11 @@ def _prepared(device, kernel, parameters):
     code, name = compiled(f"sm_{major}{minor}", kernel, parameters)
     function = code.get_kernel(name)
     _kept.append(function)
+    if shared:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(attribute, shared, driver.CUkernel(int(function.handle)), driver.CUdevice(device.index))
+        if int(status):
+            raise RuntimeError(f"{kernel}{parameters}: {shared} bytes of shared memory: {status.name}")
     return driver.cuLaunchKernel, driver.CUfunction(int(function.handle))
 
 
