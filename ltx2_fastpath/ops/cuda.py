@@ -140,7 +140,9 @@ def _prepared(device, kernel, parameters, shared):
     _kept.append(function)
     if shared:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (status,) = driver.cuKernelSetAttribute(attribute, shared, driver.CUkernel(int(function.handle)), driver.CUdevice(device.index))
+        (status,) = driver.cuKernelSetAttribute(
+            attribute, shared, driver.CUkernel(int(function.handle)), driver.CUdevice(device.index)
+        )
         if int(status):
             raise RuntimeError(f"{kernel}{parameters}: {shared} bytes of shared memory: {status.name}")
     return driver.cuLaunchKernel, driver.CUfunction(int(function.handle))
