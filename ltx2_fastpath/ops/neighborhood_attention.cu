@@ -254,24 +254,37 @@ neighborhood_attention(const void *q, const void *k, const void *v, void *out, l
         return here;
     };
 
-    // The chunk to copy next, and how many chunks until it is this warp's turn.
-    int next_tile = blockIdx.x, next_row = 0, turn = warp;
-    int next_t = place(next_tile).halo_t, next_end = place(next_tile).halo_end;
+    // The rows to copy next: their tile, plane and first row, and from where this lane copies the first of its keys in that plane's halo.
+    // A lane takes one piece of 16 bytes of every fourth key.
+    int next_tile = blockIdx.x, next_row = 0, next_t, next_end, next_h, next_w;
+    const char *next_keys, *next_values;
+    int turn = warp;  // chunks until it is this warp's turn
+    const auto start = [&] {
+        const Place here = place(next_tile);
+        const long long t = here.halo_t - key_begin, h = here.halo_h, w = here.halo_w + lane / 8, head = here.head;
+        next_t = here.halo_t, next_end = here.halo_end, next_h = here.halo_h, next_w = here.halo_w + lane / 8;
+        next_keys = (const char *)k + 2 * (here.batch * k_batch + t * k_t + h * k_h + w * k_w + head * k_head + lane % 8 * 8);
+        next_values = (const char *)v + 2 * (here.batch * v_batch + t * v_t + h * v_h + w * v_w + head * v_head + lane % 8 * 8);
+    };
+    start();
     const auto copy_next = [&](int slot, unsigned parity) {
         if (next_tile >= tiles) return;
         if (turn == 0) {
-            const Place here = place(next_tile);
-            const int piece = lane % 8;
-            const void *keys = at<DTYPE>(k, here.batch * k_batch + (next_t - key_begin) * k_t + here.head * k_head + 8 * piece);
-            const void *values = at<DTYPE>(v, here.batch * v_batch + (next_t - key_begin) * v_t + here.head * v_head + 8 * piece);
-            const unsigned to = ring_address + slot * 2 * CHUNK_BYTES + piece * 16;
+            const unsigned to = ring_address + slot * 2 * CHUNK_BYTES + lane * 16;
+            const char *keys = next_keys + 2 * next_row * k_h, *values = next_values + 2 * next_row * v_h;
             barrier_wait(empty + 8 * slot, parity ^ 1);
-            for (int i = lane / 8; i < CHUNK * PITCH; i += 4) {
-                const int h = here.halo_h + next_row + i / PITCH, w = here.halo_w + i % PITCH;
-                const bool exists = h < n_h && w < n_w;
-                const unsigned there = to + i * ROW_BYTES;
-                copy_piece(swizzled(there), exists ? at<DTYPE>(keys, h * k_h + w * k_w) : keys, exists);
-                copy_piece(swizzled(there + CHUNK_BYTES), exists ? at<DTYPE>(values, h * v_h + w * v_w) : values, exists);
+#pragma unroll 1
+            for (int row = 0; row < CHUNK; ++row) {
+                const bool row_exists = next_h + next_row + row < n_h;
+#pragma unroll
+                for (int i = 0; i < PITCH; i += 4) {
+                    if (i + 4 > PITCH && lane / 8 >= PITCH - i) break;
+                    const bool exists = row_exists && next_w + i < n_w;
+                    const unsigned there = to + (row * PITCH + i) * ROW_BYTES;
+                    copy_piece(swizzled(there), keys + 2 * i * k_w, exists);
+                    copy_piece(swizzled(there + CHUNK_BYTES), values + 2 * i * v_w, exists);
+                }
+                keys += 2 * k_h, values += 2 * v_h;
             }
             barrier_arrive_copied(full + 8 * slot);
             turn = WARPS;
@@ -279,10 +292,8 @@ neighborhood_attention(const void *q, const void *k, const void *v, void *out, l
         --turn;
         if ((next_row += CHUNK) >= ROWS) {
             next_row = 0;
-            if (++next_t == next_end && (next_tile += gridDim.x) < tiles) {
-                const Place here = place(next_tile);
-                next_t = here.halo_t, next_end = here.halo_end;
-            }
+            next_keys += 2 * k_t, next_values += 2 * v_t;
+            if (++next_t == next_end && (next_tile += gridDim.x) < tiles) start();
         }
     };
     for (int i = 0; i < AHEAD; ++i) copy_next(i, 0);
