@@ -54,8 +54,8 @@ class Tiling(NamedTuple):
 
 
 CUDA_TILING = Tiling(tiles=2, bricks=(1, 4, 2), chunk=2)
-TRITON_TILE = (4, 4, 4)  # queries of a program, along T, H and W; its key block has at least 32 keys
-TRITON_WARPS = 4
+TRITON_TILE = (4, 4, 4)  # queries of a program, along T, H and W
+TRITON_KEYS, TRITON_WARPS = 32, 4  # keys of a step, at least
 
 
 def keys_of(frames: int, window: int, begin: int, end: int) -> tuple[int, int]:
@@ -235,7 +235,7 @@ def launch(implementation, q, k, v, window, slab=None, tiling=CUDA_TILING):
             reach = slab.origin % TRITON_TILE[0] + count, height, width
             _neighborhood_attention_kernel[(_tiles(reach, TRITON_TILE) * batch * heads,)](
                 q, k, v, out, heads, slab.frames, height, width, count, slab.origin, slab.key_origin, *strides,
-                *window, *TRITON_TILE, max(32 // columns, 1), columns, HEAD_DIM, _LOG2_E, _LOWEST,
+                *window, *TRITON_TILE, max(TRITON_KEYS // columns, 1), columns, HEAD_DIM, _LOG2_E, _LOWEST,
                 num_warps=TRITON_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
     return out
